@@ -1,0 +1,1 @@
+"""The prompt-program language, its interpreter, clients and command line."""

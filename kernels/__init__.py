@@ -1,0 +1,1 @@
+"""Operations on tensors; every one has a plain torch reference."""

@@ -1,0 +1,131 @@
+"""The typed seam between models and attention kernels: plan once a step, run once a layer.
+
+A *plan* is made per (state group, step): it turns page tables and lengths into whatever the
+kernel wants (FlashInfer: its workspace plan; CPU: nothing but contiguous int32 arrays). `append`
+writes the new K/V of one layer, `run` attends over everything the row may read, the new tokens
+included. A backend also declares the layout of its blocks: `layout_id` is part of every segment's
+stamp, so a block written for one backend can never be read by another that would misread it.
+
+Shapes (one legend for this file):
+    T    tokens computed in this step, all rows packed      R  rows (requests)
+    Hq   query heads    Hkv  key/value heads    D  head dim  P  page size    B  blocks in the pool
+    kv   one layer's pool: [B, 2, Hkv, P, D] (K then V, "HND")
+
+This module does not allocate pools, choose a backend, or know what a request is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """What is constant for all layers of one state group."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # tokens
+    dtype: torch.dtype  # of K/V in the pool
+    scale: float  # softmax scale
+    window: int = 0  # a token sees itself and window-1 earlier ones; 0: all
+    soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0: none
+    has_sinks: bool = False  # one extra logit per query head in the denominator
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the rows of one step read and write in one state group. All on the CPU.
+
+    Row r computes tokens query_starts[r] .. query_starts[r+1]-1 of the packed step; they are the
+    last ones of its context: positions context_lens[r]-n .. context_lens[r]-1. It may read
+    positions >= context_starts[r] only (0 normally; a replay that starts without a window must
+    not read pages it does not have). `write_mask[r]` is 0 for a row that reads this group's
+    cached state without writing it (replay): `append` skips it. Page table entries outside the
+    readable range may be -1.
+    """
+
+    query_starts: Tensor  # [R+1] int32
+    context_lens: Tensor  # [R] int32, new tokens included
+    context_starts: Tensor  # [R] int32
+    page_table: Tensor  # [R, max_pages] int32: block of each page, -1 where absent
+    write_mask: Tensor  # [R] uint8
+
+
+class AttentionPlan(Protocol):
+    """Opaque result of `AttentionBackend.plan`; valid for one step."""
+
+    geometry: AttentionGeometry
+    layout: BatchLayout
+
+
+class AttentionBackend(Protocol):
+    """Paged attention of one device family."""
+
+    name: str
+
+    def layout_id(self, geometry: AttentionGeometry) -> str:
+        """Stable word for the physical layout of a block (dtype, order, geometry)."""
+        ...
+
+    def pool_shape(self, geometry: AttentionGeometry, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's pool tensor."""
+        ...
+
+    def plan(self, geometry: AttentionGeometry, layout: BatchLayout) -> Any:
+        """Prepare one step of one group; called once however many layers the group has."""
+        ...
+
+    def append(self, plan: Any, kv: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v [T, Hkv, D] of the step's tokens into one layer's pool `kv` (mutated)."""
+        ...
+
+    def run(
+        self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend: q [T, Hq, D] over the pool -> [T, Hq, D] in q's dtype.
+
+        Causal, window, soft cap and sinks ([Hq] float32) as the plan's geometry says; softmax
+        and accumulation in float32 (float64 for float64 input).
+        """
+        ...
+
+
+class Ops(Protocol):
+    """Small fused operations beside attention; each allocates its result unless noted."""
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x * rsqrt(mean(x^2, -1) + eps) * (offset + weight); x [..., d], float32 inside."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); neither argument is mutated."""
+        ...
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, half-split pairs (i, i + D/2).
+
+        cos, sin [max_positions, D/2] float32; positions [T] int64.
+        """
+        ...
+
+    def gated_act(self, gate_up: Tensor, kind: str) -> Tensor:
+        """act(gate) * up for gate_up [..., 2*d] = (gate | up); kind "silu" or "gelu_tanh"."""
+        ...
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] @ weight.T (+ bias); weight is a [out, in] tensor or what `pack` returned."""
+        ...
+
+    def pack(self, weight: Tensor) -> Any:
+        """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
+        ...

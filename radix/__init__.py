@@ -1,0 +1,1 @@
+"""Decisions about cached state: tree, groups, validation, planning. Standard library and numpy."""

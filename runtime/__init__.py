@@ -1,0 +1,1 @@
+"""What executes: block pools, tiers, scheduler, model runner, models, processes, server."""

@@ -1,0 +1,1 @@
+"""The prefix cache: pools and tree as one, from lookup to commit."""

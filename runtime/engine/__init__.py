@@ -1,0 +1,1 @@
+"""The engine loop and the in-process engine."""

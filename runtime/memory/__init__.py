@@ -1,0 +1,1 @@
+"""Block pools and the tensors behind them."""

@@ -1,0 +1,1 @@
+"""Model files, their loaders and the registry that picks one by architecture."""

@@ -1,0 +1,1 @@
+"""Processes, HTTP, RPC and the command line of a server."""
