@@ -132,7 +132,11 @@ class LogprobEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(Message):
-    """New tokens of one request. `finish` set: the last message of this request."""
+    """New tokens of one request. `finish` set: the last message of this request.
+
+    `sampling` is set in a request's first delta only: how the detokenizer turns ids into text
+    (stop strings, special tokens) travels with the ids, so that no second route can be late.
+    """
 
     rid: str
     token_ids: tuple[int, ...] = ()
@@ -141,10 +145,14 @@ class TokenDelta(Message):
     finish: FinishReason | None = None
     usage: Usage = Usage()
     report: CacheReport | None = None
+    sampling: SamplingParams | None = None
 
 
 class TextDelta(Message):
-    """What a client sees next: new text at a safe boundary, and what came with it."""
+    """What a client sees next: new text at a safe boundary, and what came with it.
+
+    `token_texts` gives the text of every id that the log probabilities name.
+    """
 
     rid: str
     text: str = ""
@@ -154,6 +162,7 @@ class TextDelta(Message):
     finish: FinishReason | None = None
     usage: Usage = Usage()
     report: CacheReport | None = None
+    token_texts: tuple[tuple[int, str], ...] = ()
 
 
 class AbortRequest(Message):
