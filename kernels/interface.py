@@ -85,9 +85,7 @@ class AttentionBackend(Protocol):
         """Write k, v [T, Hkv, D] of the step's tokens into one layer's pool `kv` (mutated)."""
         ...
 
-    def run(
-        self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
+    def run(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend: q [T, Hq, D] over the pool -> [T, Hq, D] in q's dtype.
 
         Causal, window, soft cap and sinks ([Hq] float32) as the plan's geometry says; softmax
@@ -102,7 +100,7 @@ class Ops(Protocol):
     name: str
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """x * rsqrt(mean(x^2, -1) + eps) * (offset + weight); x [..., d], float32 inside."""
+        """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight); x [..., d], float32 inside."""
         ...
 
     def add_rms_norm(
@@ -114,7 +112,8 @@ class Ops(Protocol):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, half-split pairs (i, i + D/2).
 
-        cos, sin [max_positions, D/2] float32; positions [T] int64.
+        cos, sin [max_positions, D/2] float32; positions [T] int64. Narrower tables rotate only
+        the first 2 * cos.shape[1] dimensions, in pairs (i, i + cos.shape[1]).
         """
         ...
 
@@ -123,7 +122,7 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] @ weight.T (+ bias); weight is a [out, in] tensor or what `pack` returned."""
+        """Return x [T, in] @ weight.T (+ bias); weight [out, in] or what `pack` returned."""
         ...
 
     def pack(self, weight: Tensor) -> Any:
