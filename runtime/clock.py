@@ -1,7 +1,14 @@
-"""The only module that reads a clock; everything else is handed one, so a simulation can replace it."""
+"""The one source of time and of fresh names; everything else is handed one of these.
+
+A simulation replaces `Clock`, so that one seed decides a whole run. Control-plane code never
+imports `time`, `random`, `secrets` or `uuid`: it takes a `Clock`, or a name made here.
+
+This module does not sleep and does not schedule.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Protocol
 
@@ -28,3 +35,8 @@ class SystemClock:
     def wall(self) -> float:
         """See `Clock`."""
         return time.time()
+
+
+def fresh_id(prefix: str = "", num_bytes: int = 12) -> str:
+    """Return a name nobody else has: `prefix`, then `num_bytes` random bytes in hexadecimal."""
+    return prefix + secrets.token_hex(num_bytes)

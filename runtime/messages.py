@@ -10,6 +10,7 @@ little-endian bytes. This module holds no behaviour beyond encoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -181,7 +182,11 @@ class StopMatched(Message):
 
 
 class ControlRequest(Message):
-    """A question to the scheduler: op is flush | stats | match | cache_dump | ping."""
+    """A question to one process.
+
+    To the scheduler, op is flush | stats | match | cache_dump | ping; to the tokenizer, tokenize |
+    detokenize | ping.
+    """
 
     call_id: str
     op: str
@@ -196,11 +201,22 @@ class ControlReply(Message):
     error: str = ""
 
 
+class Connect(Message):
+    """A process was restarted: send to `peer` at `address` from now on, drop what is unsent."""
+
+    peer: str
+    address: str
+
+
 class Ready(Message):
-    """A process finished starting; `info` is JSON for logs and /get_server_info."""
+    """A process finished starting; `info` is JSON for logs and /get_server_info.
+
+    `incarnation` counts the starts of that process under one server.
+    """
 
     process: str
     info: bytes = b"{}"
+    incarnation: int = 0
 
 
 class Heartbeat(Message):
@@ -209,6 +225,7 @@ class Heartbeat(Message):
     process: str
     at: float
     load: bytes = b"{}"
+    incarnation: int = 0
 
 
 AnyMessage = (
@@ -220,12 +237,14 @@ AnyMessage = (
     | StopMatched
     | ControlRequest
     | ControlReply
+    | Connect
     | Ready
     | Heartbeat
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[int, AnyMessage])
+_batch_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[int, list[AnyMessage]])
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -233,20 +252,34 @@ def encode(message: AnyMessage) -> bytes:
     return _encoder.encode((PROTOCOL_VERSION, message))
 
 
+def encode_batch(messages: Sequence[AnyMessage]) -> bytes:
+    """Encode several messages into one frame, in order."""
+    return _encoder.encode((PROTOCOL_VERSION, messages))
+
+
+def _decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    try:
+        version, content = decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"malformed message: {error}") from error
+    if version != PROTOCOL_VERSION:
+        raise ValueError(f"protocol version {version}, expected {PROTOCOL_VERSION}")
+    return content
+
+
 def decode(data: bytes | memoryview) -> AnyMessage:
     """Decode one message.
 
     Raises ValueError on a foreign version, an oversized or a malformed message.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    try:
-        version, message = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"malformed message: {error}") from error
-    if version != PROTOCOL_VERSION:
-        raise ValueError(f"protocol version {version}, expected {PROTOCOL_VERSION}")
-    return message  # type: ignore[no-any-return]
+    return _decode_with(_decoder, data)  # type: ignore[no-any-return]
+
+
+def decode_batch(data: bytes | memoryview) -> list[AnyMessage]:
+    """Decode a frame of `encode_batch`; raises as `decode` does."""
+    return _decode_with(_batch_decoder, data)  # type: ignore[no-any-return]
 
 
 def pack_ids(ids: NDArray[np.int32] | list[int]) -> bytes:
