@@ -1,58 +1,219 @@
 """Every setting of a server or engine, in one frozen struct with defaults.
 
-The command line, the config file, `Engine(**kw)` and `Runtime(**kw)` all fill this one struct;
-`--help` is generated from it. Sizes that are 0 are chosen at start from the machine.
+The command line, the config file, the environment, `Engine(**kw)` and `Runtime(**kw)` all fill this
+one struct; `--help` is generated from the descriptions here. Sizes that are 0 are chosen at start
+from the machine. `checked` is where values that exclude each other are refused.
+
+This module reads no file, no environment and no machine.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import msgspec
+from msgspec import Meta
+
+from statewise.runtime.errors import InvalidRequestError
+
+
+def _help(group: str, text: str, *choices: str) -> Meta:
+    return Meta(description=text, extra={"group": group, "choices": choices})
+
+
+def _count(group: str, text: str, low: int = 0) -> Meta:
+    return Meta(description=text, ge=low, extra={"group": group, "choices": ()})
+
+
+def _share(group: str, text: str) -> Meta:
+    return Meta(description=text, ge=0.0, le=1.0, extra={"group": group, "choices": ()})
+
+
+GROUPS = {
+    "model": "what is served",
+    "http": "who may ask, and where",
+    "memory": "how much cached state is kept",
+    "scheduling": "what runs next",
+    "kernels": "how it is computed",
+    "service": "watching and logging",
+}
 
 
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one server. Names as in api.md section 2."""
+    """Settings of one server. Names as in docs/api.md."""
 
-    # model
-    model_path: str
-    tokenizer_path: str = ""
-    served_model_name: str = ""
-    chat_template: str = ""
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    kv_cache_dtype: str = "auto"
-    context_length: int = 0  # 0: the model's
-    load_format: str = "auto"  # auto | hf | gguf
-    skip_tokenizer_init: bool = False
-    # http
-    host: str = "127.0.0.1"
-    port: int = 30000
-    api_key: str = ""
-    admin_api_key: str = ""
-    rpc: str = ""
-    max_body_bytes: int = 8 << 20
-    # memory and scheduling
-    page_size: int = 16
-    mem_fraction_static: float = 0.25  # share of free memory for block pools
-    max_total_tokens: int = 0  # tokens of every history pool; 0: from mem_fraction_static
-    max_window_tokens: int = 0  # tokens of every window pool; 0: from the history pool
-    max_running_requests: int = 64
-    max_queued_requests: int = 4096
-    chunked_prefill_size: int = 512  # token budget of one step
-    schedule_policy: str = "lpm"  # lpm (longest prefix first) | fcfs
-    max_wait_s: float = 10.0  # age after which a request goes first
-    watermark: float = 0.02  # share of each pool kept free at admission
-    disable_radix_cache: bool = False
-    deterministic: bool = False
-    checkpoint_interval: int = 4096  # tokens between kept trailing states on long prefills
-    random_seed: int = 0
-    # kernels
-    attention_backend: str = "auto"  # auto | cpu | torch | flashinfer
-    grammar_backend: str = "llguidance"
-    num_threads: int = 0  # 0: the physical cores this process may use
-    tp_size: int = 1
-    # service
-    enable_metrics: bool = True
-    stream_interval: int = 1
-    watchdog_timeout: float = 300.0
-    log_level: str = "info"
-    log_requests: bool = False
-    audit: bool = False  # check block conservation after every step (slow)
+    model_path: Annotated[
+        str,
+        _help(
+            "model",
+            "a Hugging Face directory, a .gguf file, or a known name (smollm2-135m, gemma3-270m)",
+        ),
+    ]
+    tokenizer_path: Annotated[
+        str, _help("model", "where the tokenizer is, if not with the model")
+    ] = ""
+    served_model_name: Annotated[
+        str, _help("model", "the name in responses; empty: the model path's last part")
+    ] = ""
+    chat_template: Annotated[
+        str, _help("model", "a file with a Jinja chat template; empty: the model's own")
+    ] = ""
+    dtype: Annotated[
+        str,
+        _help("model", "type of weights and activations", "auto", "float32", "bfloat16", "float16"),
+    ] = "auto"
+    kv_cache_dtype: Annotated[str, _help("model", "type of cached state; auto: dtype")] = "auto"
+    context_length: Annotated[
+        int, _count("model", "longest prompt plus output, in tokens; 0: the model's")
+    ] = 0
+    load_format: Annotated[str, _help("model", "format of the weights", "auto", "hf", "gguf")] = (
+        "auto"
+    )
+    skip_tokenizer_init: Annotated[
+        bool, _help("model", "serve token ids only: no text in, no text out")
+    ] = False
+
+    host: Annotated[str, _help("http", "address to listen on")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(
+            description="port to listen on; 0: any free one",
+            ge=0,
+            le=65535,
+            extra={"group": "http", "choices": ()},
+        ),
+    ] = 30000
+    api_key: Annotated[
+        str, _help("http", "key that every route but health and metrics asks for; empty: none")
+    ] = ""
+    admin_api_key: Annotated[
+        str, _help("http", "key for flush and cache dump; empty: the api key does")
+    ] = ""
+    rpc: Annotated[
+        str, _help("http", "ZMQ endpoint for RPC clients (tcp://127.0.0.1:PORT or ipc://PATH)")
+    ] = ""
+    rpc_secret_key_file: Annotated[
+        str, _help("http", "the RPC endpoint's CURVE certificate with its secret key")
+    ] = ""
+    rpc_client_keys_dir: Annotated[
+        str, _help("http", "directory with the CURVE certificates of admitted RPC clients")
+    ] = ""
+    max_body_bytes: Annotated[int, _count("http", "largest request body, in bytes", 1024)] = 8 << 20
+
+    page_size: Annotated[int, _count("memory", "tokens per page of the cache", 1)] = 16
+    mem_fraction_static: Annotated[
+        float, _share("memory", "share of the free memory that block pools take")
+    ] = 0.25
+    max_total_tokens: Annotated[
+        int, _count("memory", "tokens of every history pool; 0: from the memory fraction")
+    ] = 0
+    max_window_tokens: Annotated[
+        int, _count("memory", "tokens of every window pool; 0: from the history pool")
+    ] = 0
+    watermark: Annotated[
+        float, _share("memory", "share of each pool that admission keeps free")
+    ] = 0.02
+    disable_radix_cache: Annotated[bool, _help("memory", "never reuse cached state")] = False
+    checkpoint_interval: Annotated[
+        int, _count("memory", "tokens between kept trailing states on long prefills", 1)
+    ] = 4096
+
+    max_running_requests: Annotated[
+        int, _count("scheduling", "most requests that run at the same time", 1)
+    ] = 64
+    max_queued_requests: Annotated[
+        int, _count("scheduling", "most open requests; more are refused with 503", 1)
+    ] = 4096
+    chunked_prefill_size: Annotated[int, _count("scheduling", "token budget of one step", 1)] = 512
+    schedule_policy: Annotated[
+        str,
+        _help("scheduling", "lpm: longest cached prefix first; fcfs: in order", "lpm", "fcfs"),
+    ] = "lpm"
+    max_wait_s: Annotated[
+        float,
+        Meta(
+            description="seconds of waiting after which a request goes first",
+            ge=0.0,
+            extra={"group": "scheduling", "choices": ()},
+        ),
+    ] = 10.0
+    deterministic: Annotated[
+        bool, _help("scheduling", "results that do not depend on batch or cache, bit for bit")
+    ] = False
+    random_seed: Annotated[int, _count("scheduling", "seed of requests that bring none")] = 0
+
+    attention_backend: Annotated[
+        str, _help("kernels", "attention kernels", "auto", "cpu", "torch", "flashinfer")
+    ] = "auto"
+    grammar_backend: Annotated[str, _help("kernels", "structured output", "llguidance", "none")] = (
+        "llguidance"
+    )
+    num_threads: Annotated[
+        int, _count("kernels", "compute threads; 0: the physical cores this process may use")
+    ] = 0
+    tp_size: Annotated[
+        int, _count("kernels", "devices that share the model; this version serves from one", 1)
+    ] = 1
+
+    enable_metrics: Annotated[bool, _help("service", "serve /metrics for Prometheus")] = True
+    sglang_metrics: Annotated[
+        bool, _help("service", "also name the most used metrics as SGLang does")
+    ] = False
+    stream_interval: Annotated[
+        int, _count("service", "tokens between two events of a stream", 1)
+    ] = 1
+    watchdog_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds without a sign of life after which a process is restarted",
+            gt=0.0,
+            extra={"group": "service", "choices": ()},
+        ),
+    ] = 300.0
+    drain_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds that open requests may still take when the server is stopped",
+            ge=0.0,
+            extra={"group": "service", "choices": ()},
+        ),
+    ] = 3.0
+    log_level: Annotated[
+        str, _help("service", "least severe message", "debug", "info", "warning", "error")
+    ] = "info"
+    log_requests: Annotated[bool, _help("service", "one line for each request")] = False
+    audit: Annotated[bool, _help("service", "recount all blocks after every step (slow)")] = False
+
+
+def checked(settings: dict[str, Any]) -> ServerArgs:
+    """Build `ServerArgs` from plain values, checking types, ranges and choices.
+
+    Raises InvalidRequestError that names the setting.
+    """
+    try:
+        args = msgspec.convert(settings, ServerArgs)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"settings: {error}") from error
+    for field in msgspec.structs.fields(ServerArgs):
+        choices = choices_of(field)
+        value = getattr(args, field.name)
+        if choices and value not in choices:
+            raise InvalidRequestError(
+                f"setting {field.name!r} is {value!r}; it must be one of {', '.join(choices)}"
+            )
+    if args.tp_size != 1:
+        raise InvalidRequestError("setting 'tp_size': this version serves from one device")
+    return args
+
+
+def meta_of(field: msgspec.structs.FieldInfo) -> Meta:
+    """Return what a field of `ServerArgs` was declared with: description, group, choices."""
+    meta: Meta = field.type.__metadata__[0]
+    return meta
+
+
+def choices_of(field: msgspec.structs.FieldInfo) -> tuple[str, ...]:
+    """Return the values a field is limited to; empty: any."""
+    extra = meta_of(field).extra or {}
+    choices: tuple[str, ...] = extra["choices"]
+    return choices

@@ -45,7 +45,7 @@ class CacheOptions(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: bool = False  # keep the trailing state at the end of the prompt
 
 
-class GenerateRequest(Message):
+class GenerateRequest(Message, frozen=True):
     """A request as it entered. Exactly one of `text`, `input_ids`, `chat` is set."""
 
     rid: str
@@ -60,7 +60,7 @@ class GenerateRequest(Message):
     arrival: float = 0.0  # time.time() at the server
 
 
-class TokenizedRequest(Message):
+class TokenizedRequest(Message, frozen=True):
     """A request the scheduler can run."""
 
     rid: str
@@ -132,7 +132,7 @@ class LogprobEntry(msgspec.Struct, frozen=True, array_like=True):
     chosen: tuple[Pair, ...] = ()
 
 
-class TokenDelta(Message):
+class TokenDelta(Message, frozen=True):
     """New tokens of one request. `finish` set: the last message of this request.
 
     `sampling` is set in a request's first delta only: how the detokenizer turns ids into text
@@ -149,7 +149,7 @@ class TokenDelta(Message):
     sampling: SamplingParams | None = None
 
 
-class TextDelta(Message):
+class TextDelta(Message, frozen=True):
     """What a client sees next: new text at a safe boundary, and what came with it.
 
     `token_texts` gives the text of every id that the log probabilities name.
@@ -166,14 +166,14 @@ class TextDelta(Message):
     token_texts: tuple[tuple[int, str], ...] = ()
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True):
     """End a request (empty rid: all). The scheduler answers with its terminal delta."""
 
     rid: str
     message: str = "aborted by the client"
 
 
-class StopMatched(Message):
+class StopMatched(Message, frozen=True):
     """The detokenizer found a stop string after `num_tokens` generated tokens."""
 
     rid: str
@@ -181,7 +181,7 @@ class StopMatched(Message):
     num_tokens: int
 
 
-class ControlRequest(Message):
+class ControlRequest(Message, frozen=True):
     """A question to one process.
 
     To the scheduler, op is flush | stats | match | cache_dump | ping; to the tokenizer, tokenize |
@@ -193,7 +193,7 @@ class ControlRequest(Message):
     args: bytes = b"{}"  # JSON
 
 
-class ControlReply(Message):
+class ControlReply(Message, frozen=True):
     """Answer to a `ControlRequest`; `error` empty on success."""
 
     call_id: str
@@ -201,14 +201,14 @@ class ControlReply(Message):
     error: str = ""
 
 
-class Connect(Message):
+class Connect(Message, frozen=True):
     """A process was restarted: send to `peer` at `address` from now on, drop what is unsent."""
 
     peer: str
     address: str
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """A process finished starting; `info` is JSON for logs and /get_server_info.
 
     `incarnation` counts the starts of that process under one server.
@@ -219,7 +219,7 @@ class Ready(Message):
     incarnation: int = 0
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """A process is alive and its loop turns; `load` is JSON (running, queued, ...)."""
 
     process: str
