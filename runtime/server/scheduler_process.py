@@ -1,0 +1,175 @@
+"""The scheduler process: the only one that imports torch. It feeds the engine core and steps it.
+
+    inbox: TokenizedRequest, AbortRequest, StopMatched, ControlRequest
+    out:   TokenDelta -> detokenizer; ControlReply, Ready, Heartbeat -> server
+
+While there is work the inbox is only peeked at between two steps; when idle the process sleeps in
+the inbox. An abort may overtake the request it ends, because they travel different ways: such
+aborts are remembered (bounded) and end the request when it arrives.
+
+This module does not schedule and does not compute: `Engine` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.runtime.errors import InvalidRequestError, OperatingError
+from statewise.runtime.messages import (
+    AbortRequest,
+    AnyMessage,
+    CacheOptions,
+    ControlReply,
+    ControlRequest,
+    FinishReason,
+    StopMatched,
+    TokenDelta,
+    TokenizedRequest,
+)
+from statewise.runtime.server import links
+from statewise.runtime.server.child import IDLE_POLL_MS, Child
+
+MAX_EARLY_ABORTS = 65536
+QUIET_POLL_MS = 1
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the loop needs of the engine core (runtime/engine/core.py)."""
+
+    def add_request(self, request: TokenizedRequest) -> None:
+        """Take a request; one that cannot run gets its terminal delta from the next step."""
+        ...
+
+    def abort(self, rid: str, message: str) -> None:
+        """End a request; its terminal delta comes with the next step."""
+        ...
+
+    def stop_matched(self, rid: str, matched: str, num_tokens: int) -> None:
+        """End a request whose text reached a stop string."""
+        ...
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step and return what it produced."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        ...
+
+    def match(self, input_ids: NDArray[np.int32], cache_options: CacheOptions) -> dict[str, Any]:
+        """Say what a prompt would reuse."""
+        ...
+
+    def flush(self) -> dict[str, Any]:
+        """Drop all cached state."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts for people and metrics."""
+        ...
+
+    def cache_dump(self) -> dict[str, Any]:
+        """Return the tree as data."""
+        ...
+
+
+class SchedulerLoop:
+    """Moves messages between the other processes and one engine."""
+
+    def __init__(self, child: Child, engine: Engine) -> None:
+        self._child = child
+        self._engine = engine
+        self._open: set[str] = set()
+        self._early_aborts: OrderedDict[str, str] = OrderedDict()
+        self._poll_ms = IDLE_POLL_MS
+
+    def run(self) -> None:
+        """Turn until the process is told to end."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what has arrived, run one step, send what came of it, show life."""
+        for message in self._child.receive(self._poll_ms):
+            self._take(message)
+        self._poll_ms = IDLE_POLL_MS
+        if self._engine.has_work():
+            deltas = self._engine.step()
+            self._deliver(deltas)
+            # A step without a token may be one that waits for a grammar: do not spin on it.
+            self._poll_ms = 0 if deltas else QUIET_POLL_MS
+            if not self._engine.has_work():
+                self._poll_ms = IDLE_POLL_MS
+        self._child.beat(self._engine.stats)
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish is not None:
+                self._open.discard(delta.rid)
+        self._child.send(links.DETOKENIZER, deltas)
+
+    def _take(self, message: AnyMessage) -> None:
+        match message:
+            case TokenizedRequest():
+                self._admit(message)
+            case AbortRequest():
+                self._abort(message)
+            case StopMatched():
+                if message.rid in self._open:
+                    self._engine.stop_matched(message.rid, message.matched, message.num_tokens)
+            case ControlRequest():
+                self._child.send(links.SERVER, [self._answer(message)])
+            case _:
+                raise AssertionError(f"the scheduler got a {type(message).__name__}")
+
+    def _admit(self, request: TokenizedRequest) -> None:
+        if (early := self._early_aborts.pop(request.rid, None)) is not None:
+            finish = FinishReason("abort", message=early, code="aborted", http_status=499)
+            delta = TokenDelta(request.rid, finish=finish, sampling=request.sampling)
+            self._child.send(links.DETOKENIZER, [delta])
+            return
+        self._open.add(request.rid)
+        self._engine.add_request(request)
+
+    def _abort(self, message: AbortRequest) -> None:
+        if message.rid in self._open:
+            self._engine.abort(message.rid, message.message)
+        elif message.rid:
+            self._early_aborts[message.rid] = message.message
+            if len(self._early_aborts) > MAX_EARLY_ABORTS:
+                self._early_aborts.popitem(last=False)
+        else:
+            for rid in list(self._open):
+                self._engine.abort(rid, message.message)
+
+    def _answer(self, request: ControlRequest) -> ControlReply:
+        try:
+            result = self._control(request.op, msgspec.json.decode(request.args))
+        except OperatingError as error:
+            return ControlReply(request.call_id, error=str(error))
+        return ControlReply(request.call_id, msgspec.json.encode(result))
+
+    def _control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        match op:
+            case "ping":
+                return {}
+            case "flush":
+                return self._engine.flush()
+            case "stats":
+                return self._engine.stats()
+            case "cache_dump":
+                return self._engine.cache_dump()
+            case "match":
+                ids = np.asarray(args["input_ids"], dtype=np.int32)
+                options = CacheOptions(salt=args.get("salt", ""), adapter=args.get("adapter", ""))
+                return self._engine.match(ids, options)
+            case _:
+                raise InvalidRequestError(f"unknown operation {op!r}")
