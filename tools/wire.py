@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,10 +104,12 @@ async def call(
     *,
     timeout_s: float = 600.0,
     hang_up_after: int = 0,
+    on_event: Callable[[], None] | None = None,
 ) -> Reply:
     """Send one request and read its whole answer.
 
     `hang_up_after` closes the connection after that many events, as a client that goes away does.
+    `on_event` is called after each piece of a stream that completed an event.
     Raises OSError, asyncio.IncompleteReadError or TimeoutError where the connection fails.
     """
     async with asyncio.timeout(timeout_s), _connection(to) as (reader, writer):
@@ -122,6 +124,8 @@ async def call(
             if is_stream:
                 *whole, buffer = buffer.split(b"\n\n")
                 reply.events += [(at, e.removeprefix(b"data: ")) for e in whole if e]
+                if on_event is not None and whole:
+                    on_event()
                 if hang_up_after and len(reply.events) >= hang_up_after:
                     break
         reply.body = buffer
