@@ -1,0 +1,56 @@
+"""What this machine lets this process use: memory and physical cores.
+
+Read from /proc, /sys and the cgroup, because a container's limit is the one that kills. It does
+not set anything and imports no torch, so that thread counts can be decided before torch starts
+its own pool.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or the word "max"
+        return None
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def available_memory_bytes() -> int:
+    """Bytes that can be taken without swapping or crossing the cgroup's limit."""
+    free = _meminfo_available()
+    for limit_path, used_path in _CGROUP_FILES:
+        limit, used = _read_int(limit_path), _read_int(used_path)
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used))
+    return free
+
+
+def num_physical_cores() -> int:
+    """Physical cores among the CPUs this process may run on; at least 1."""
+    cores = set()
+    cpus = os.sched_getaffinity(0)
+    for cpu in cpus:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(topology.read_text(encoding="ascii").strip())
+        except OSError:
+            return max(1, len(cpus))
+    return max(1, len(cores))

@@ -1,0 +1,151 @@
+"""The device tier's memory: one tensor per layer for every state group's pool.
+
+Pools are anonymous mappings that ask for huge pages (decode reads all of them once a token, and
+4 KiB pages cost a quarter of the bandwidth); the kernel backs a page when it is first written, so
+a large pool costs nothing until it is used. Under audit every pool starts as NaN: a read of
+something never written reaches the logits and is seen.
+
+This module does not know which blocks are free, who owns them or what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from statewise.kernels.interface import AttentionBackend, AttentionGeometry
+from statewise.radix.schema import CacheSchema, StateGroupSpec
+
+HUGE_PAGE = 2 << 20
+_ODD_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, *, poison: bool = False) -> Tensor:
+    """Return a tensor on its own huge-page-aligned mapping: zeros, or NaN where `poison`."""
+    size = prod(shape) * dtype.itemsize
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = torch.frombuffer(mapping, dtype=torch.uint8)
+    offset = -base.data_ptr() % HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel built without transparent huge pages refuses.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    tensor = base[offset : offset + size].view(dtype).view(shape)
+    if poison:
+        tensor.fill_(float("nan"))
+    return tensor
+
+
+@dataclass(frozen=True)
+class GroupPool:
+    """One group's pool: `layers[i]` is the tensor of the group's i-th owning layer."""
+
+    spec: StateGroupSpec
+    geometry: AttentionGeometry
+    num_blocks: int
+    layers: tuple[Tensor, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(t.numel() * t.element_size() for t in self.layers)
+
+
+class DeviceStore:
+    """All device pools of one model under one attention backend.
+
+    `num_blocks[g]` blocks for group g of the schema. Every group needs a geometry: groups
+    without one (compressed, recurrent) are not attention pools and raise ValueError.
+    """
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        geometries: Mapping[str, AttentionGeometry],
+        backend: AttentionBackend,
+        num_blocks: Sequence[int],
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.schema = schema
+        self.poison = poison
+        pools = []
+        for spec, count in zip(schema.groups, num_blocks, strict=True):
+            if spec.name not in geometries:
+                raise ValueError(f"group {spec.name!r} has no attention geometry")
+            geometry = geometries[spec.name]
+            shape = backend.pool_shape(geometry, count)
+            layers = tuple(allocate(shape, geometry.dtype, poison=poison) for _ in spec.layers)
+            pools.append(GroupPool(spec, geometry, count, layers))
+        self.groups: tuple[GroupPool, ...] = tuple(pools)
+
+    def owner_index(self, layer: int) -> tuple[int, int, bool]:
+        """(group, index of the owning layer within it, whether `layer` itself owns).
+
+        KeyError where no group serves the layer.
+        """
+        for g, pool in enumerate(self.groups):
+            if layer in pool.spec.layers:
+                return g, pool.spec.layers.index(layer), True
+            owner = dict(pool.spec.shared_layers).get(layer)
+            if owner is not None:
+                return g, pool.spec.layers.index(owner), False
+        raise KeyError(layer)
+
+    def copy_blocks(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy whole blocks within one group, all layers; sources are read before any write."""
+        self._check(group, src)
+        self._check(group, dst)
+        source = torch.tensor(src, dtype=torch.int64)
+        target = torch.tensor(dst, dtype=torch.int64)
+        for tensor in self.groups[group].layers:
+            tensor[target] = tensor[source]
+
+    def fill_blocks(self, group: int, blocks: Sequence[int], value: float) -> None:
+        """Overwrite whole blocks with one value (poison of freed blocks under audit)."""
+        self._check(group, blocks)
+        target = torch.tensor(blocks, dtype=torch.int64)
+        for tensor in self.groups[group].layers:
+            tensor[target] = value
+
+    def digests(self, group: int, blocks: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """[num_blocks, num_layers] 64-bit digests of the blocks' bytes.
+
+        Any change of a single bit changes the digest; it is not a cryptographic hash.
+        """
+        self._check(group, blocks)
+        out = np.empty((len(blocks), len(self.groups[group].layers)), dtype=np.uint64)
+        for i, tensor in enumerate(self.groups[group].layers):
+            out[:, i] = _digest(tensor[torch.from_numpy(blocks).to(torch.int64)])
+        return out
+
+    def bytes_by_group(self) -> dict[str, int]:
+        """Bytes of each group's pool."""
+        return {pool.spec.name: pool.size_bytes for pool in self.groups}
+
+    def _check(self, group: int, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        limit = self.groups[group].num_blocks
+        bad = [int(b) for b in blocks if not 0 <= b < limit]
+        assert not bad, f"group {group}: blocks {bad[:4]} outside the pool of {limit}"
+
+
+def _digest(blocks: Tensor) -> NDArray[np.uint64]:
+    """[n] position-dependent digests of [n, ...] blocks: a sum of words times odd weights."""
+    raw = blocks.contiguous().view(torch.uint8).reshape(blocks.shape[0], -1).numpy()
+    pad = -raw.shape[1] % 8
+    if pad:
+        raw = np.pad(raw, ((0, 0), (0, pad)))
+    words = raw.view(np.uint64)
+    index = np.arange(1, words.shape[1] + 1, dtype=np.uint64)
+    weights = index * _ODD_MULTIPLIER | np.uint64(1)
+    mixed = (words ^ (words >> np.uint64(29))) * weights
+    sums: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
+    return sums

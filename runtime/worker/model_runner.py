@@ -1,0 +1,176 @@
+"""The worker: one step's rows through the model, over the device pools.
+
+    copies before -> passes -> copies after -> StepResult
+
+    a pass: rows of one depth, packed -> forward -> logits where needed -> tokens, logprobs
+
+Rows of different depth (a partial rebuild runs fewer layers) go in separate passes, deepest last.
+Under `deterministic` every row is its own pass: shapes then depend on the row alone, and so do
+its logits, bit for bit. A row whose logits are not finite ends with an error of its own; anything
+else that goes wrong here is a programmer error and propagates.
+
+This module does not decide what runs, does not allocate blocks, and keeps no state of a request
+except its grammar.
+
+Shapes: T packed tokens, N positions with logits, V vocabulary, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from statewise.kernels.interface import AttentionBackend
+from statewise.runtime.errors import InvalidRequestError
+from statewise.runtime.memory.block_store import DeviceStore
+from statewise.runtime.models.base import CausalLM
+from statewise.runtime.scheduler.batch import (
+    BatchRow,
+    BlockCopy,
+    Int32,
+    RowResult,
+    SampleSpec,
+    ScheduledBatch,
+    StepResult,
+    TokenLogprob,
+)
+from statewise.runtime.worker.forward import LayerRouter, PagedForwardContext
+from statewise.runtime.worker.grammar import GrammarCache, GrammarStates
+from statewise.runtime.worker.logprobs import token_logprobs
+from statewise.runtime.worker.packing import PackedRows, pack_rows
+from statewise.runtime.worker.sampler import Sampled, sample
+
+LOGIT_ROWS = 64  # positions whose logits exist at once: bounds N * V floats
+NOT_FINITE = "the model's logits are not finite"
+
+
+class ModelRunner:
+    """`Worker` of one model on this process's device. Not thread safe."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        store: DeviceStore,
+        backend: AttentionBackend,
+        grammars: GrammarCache | None = None,
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.backend = backend
+        self._router = LayerRouter(store)
+        self._grammars = grammars
+        self._grammar_states = GrammarStates(grammars) if grammars is not None else None
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step; returns when all its writes are complete."""
+        self._copy(batch.copies_before)
+        results: dict[int, RowResult] = {}
+        for indices in _passes(batch):
+            rows = [batch.rows[i] for i in indices]
+            results.update(zip(indices, self._run(rows), strict=True))
+        self._copy(batch.copies_after)
+        return StepResult(batch.step_id, tuple(results[i] for i in range(len(batch.rows))))
+
+    def checksums(self, group: int, blocks: Int32) -> NDArray[np.uint64]:
+        """[num_blocks, num_layers_of_group] digests of the blocks' bytes (audit)."""
+        return self.store.digests(group, blocks)
+
+    def release(self, request_id: str) -> None:
+        """Forget the request's grammar state."""
+        if self._grammar_states is not None:
+            self._grammar_states.release(request_id)
+
+    def compile_grammar(self, kind: str, text: str) -> None:
+        """Make a grammar ready; raises InvalidRequestError. Safe to call from another thread."""
+        if self._grammars is None:
+            raise InvalidRequestError("this worker has no tokenizer, so it cannot use grammars")
+        self._grammars.compile(kind, text)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        for group in sorted({c.group for c in copies}):
+            mine = [c for c in copies if c.group == group]
+            self.store.copy_blocks(group, [c.src for c in mine], [c.dst for c in mine])
+
+    def _run(self, rows: Sequence[BatchRow]) -> list[RowResult]:
+        """One pass over rows of equal depth."""
+        packed = pack_rows(rows)
+        context = PagedForwardContext(packed, self.store, self._router, self.backend)
+        hidden = self.model.forward(packed.token_ids, context, rows[0].num_layers)
+        sampled = self._sample(packed, hidden)
+        prompts = self._prompt_logprobs(packed, hidden)
+        results = []
+        for i, row in enumerate(rows):
+            token = sampled.get(i, Sampled())
+            logprobs, failed = prompts.get(i, ((), ""))
+            error = token.error or failed
+            if error:
+                results.append(RowResult(row.request_id, error=error))
+            else:
+                results.append(RowResult(row.request_id, token.token_id, token.logprob, logprobs))
+        return results
+
+    def _sample(self, packed: PackedRows, hidden: Tensor) -> dict[int, Sampled]:
+        """Outcomes of the rows that sample, by row index."""
+        chosen = [i for i, row in enumerate(packed.rows) if row.sample is not None]
+        out: dict[int, Sampled] = {}
+        for part in _slices(chosen, LOGIT_ROWS):
+            last = torch.from_numpy(packed.last_indices[part].astype(np.int64))
+            specs = [spec for i in part if (spec := packed.rows[i].sample) is not None]
+            outcomes = sample(self.model.logits(hidden[last]), specs, self._mask_of)
+            out.update(zip(part, outcomes, strict=True))
+        return out
+
+    def _mask_of(self, spec: SampleSpec) -> Tensor:
+        assert self._grammar_states is not None, "a grammar row reached a worker without grammars"
+        return self._grammar_states.mask(spec)
+
+    def _prompt_logprobs(
+        self, packed: PackedRows, hidden: Tensor
+    ) -> dict[int, tuple[tuple[TokenLogprob, ...], str]]:
+        return {
+            i: self._row_prompt_logprobs(row, hidden[packed.starts[i] : packed.starts[i + 1]])
+            for i, row in enumerate(packed.rows)
+            if row.prompt_logprobs_from >= 0
+        }
+
+    def _row_prompt_logprobs(
+        self, row: BatchRow, hidden: Tensor
+    ) -> tuple[tuple[TokenLogprob, ...], str]:
+        """Logprobs of the tokens after positions [from, end) of one row, or an error."""
+        first = row.prompt_logprobs_from - row.start
+        assert first >= 0, "prompt logprobs were asked for positions before the row"
+        targets = row.tokens[first + 1 :].tolist()
+        if row.next_token >= 0:
+            targets.append(row.next_token)
+        out: list[TokenLogprob] = []
+        for part in _slices(range(len(targets)), LOGIT_ROWS):
+            logits = self.model.logits(hidden[first + part[0] : first + part[-1] + 1])
+            if not bool(torch.isfinite(logits.amax(-1)).all()):
+                return (), NOT_FINITE
+            out += token_logprobs(
+                logits,
+                [targets[i] for i in part],
+                top=row.prompt_top_logprobs,
+                chosen=row.prompt_logprob_token_ids,
+            )
+        return tuple(out), ""
+
+
+def _slices(items: Sequence[int], size: int) -> Iterable[list[int]]:
+    return (list(items[i : i + size]) for i in range(0, len(items), size))
+
+
+def _passes(batch: ScheduledBatch) -> list[list[int]]:
+    """Row indices of each pass: alone under `deterministic`, else by depth."""
+    order = sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].num_layers)
+    if batch.deterministic:
+        return [[i] for i in order]
+    passes: dict[int, list[int]] = {}
+    for i in order:
+        passes.setdefault(batch.rows[i].num_layers, []).append(i)
+    return list(passes.values())

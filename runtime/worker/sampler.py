@@ -1,0 +1,178 @@
+"""The next token of each row: greedy or drawn, under penalties, bias, masks and filters.
+
+Order of operations on a row of logits, each step only where asked for:
+
+    1  repetition penalty      tokens of prompt and output: positive logits / r, negative * r
+    2  frequency, presence     tokens of the output: - f * count - p
+    3  logit bias              + b
+    4  forbidden ids           -inf (EOS and stop ids while below min_new_tokens)
+    5  grammar mask            -inf outside (wins over 4 where nothing would be left)
+    6  greedy: the largest     else: / temperature, softmax, filters, draw
+
+Filters act jointly on the temperature-scaled distribution, as SGLang's do: a token survives if it
+is among the `top_k` most likely, if the tokens before it hold at most `top_p` of the mass, and if
+it has at least `min_p` of the most likely token's probability. The survivors are renormalised.
+
+A row is computed from its own logits alone, so the rest of the batch cannot change its token.
+Rows that are greedy and unmodified take one batched max. Log probabilities are of the raw logits
+(see logprobs.py). NaN or infinite logits end their row with an error and touch no other.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from statewise.runtime.errors import OperatingError
+from statewise.runtime.sampling_params import SamplingParams
+from statewise.runtime.scheduler.batch import SampleSpec, TokenLogprob
+from statewise.runtime.worker.logprobs import token_logprob
+from statewise.runtime.worker.random import uniform
+
+FIRST_CANDIDATES = 1024  # sorted candidates tried before a whole vocabulary is sorted
+
+# For a spec with a grammar: [V] bool of the tokens its grammar allows next.
+MaskOf = Callable[[SampleSpec], Tensor]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One row's outcome: a token, or the reason there is none."""
+
+    token_id: int = -1
+    logprob: TokenLogprob | None = None
+    error: str = ""
+
+
+def is_plain(spec: SampleSpec) -> bool:
+    """Whether the row's token is just its largest logit."""
+    p = spec.params
+    return p.is_greedy and not (
+        spec.grammar_key or spec.forbidden_ids or p.logit_bias or _has_penalties(p)
+    )
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+    )
+
+
+def _penalize(row: Tensor, spec: SampleSpec) -> None:
+    """Apply repetition, frequency and presence penalties to `row` in place."""
+    params = spec.params
+    output = np.asarray(spec.output_ids, dtype=np.int64)
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(np.concatenate([spec.prompt_ids, output])))
+        seen = seen.to(torch.int64)
+        values, r = row[seen], params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / r, values * r)
+    if len(output) and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(output, return_counts=True)
+        amount = params.frequency_penalty * counts + params.presence_penalty
+        row[torch.from_numpy(ids)] -= torch.from_numpy(amount).to(row.dtype)
+
+
+def adjusted(row: Tensor, spec: SampleSpec, mask_of: MaskOf) -> Tensor:
+    """Apply steps 1 to 5 to a copy of one row of logits [V]."""
+    out = row.clone()
+    if _has_penalties(spec.params):
+        _penalize(out, spec)
+    for token_id, bias in spec.params.logit_bias:
+        out[token_id] += bias
+    allowed = out
+    if spec.forbidden_ids:
+        allowed = out.clone()
+        allowed[list(spec.forbidden_ids)] = -math.inf
+    if spec.grammar_key is not None:
+        outside = ~mask_of(spec)
+        allowed = allowed.masked_fill(outside, -math.inf)
+        if spec.forbidden_ids and not bool(torch.isfinite(allowed).any()):
+            allowed = out.masked_fill(outside, -math.inf)
+    return allowed
+
+
+def _survivors(scaled: Tensor, params: SamplingParams, count: int) -> tuple[Tensor, Tensor, bool]:
+    """(probabilities, ids, complete) of surviving tokens among the `count` most likely.
+
+    `complete` is False where a token beyond the first `count` might survive too.
+    """
+    vocab = scaled.shape[0]
+    values, ids = torch.topk(scaled, min(count, vocab))
+    probs = torch.exp(values - torch.logsumexp(scaled, dim=0))
+    before = torch.cumsum(probs, 0, dtype=torch.float64) - probs
+    keep = (probs > 0) & (probs >= params.min_p * probs[0])
+    if params.top_p < 1.0:
+        keep &= before <= params.top_p
+    keep[0] = True
+    limited = len(ids) == vocab or params.top_k == len(ids)
+    return probs[keep], ids[keep], limited or not bool(keep[-1])
+
+
+def _draw(weights: Tensor, u: float) -> int:
+    """Index drawn in proportion to `weights` by inverting their running sum at `u` in [0, 1)."""
+    total = torch.cumsum(weights, 0, dtype=torch.float64)
+    index = int(torch.searchsorted(total, total[-1] * u, right=True))
+    return min(index, int(torch.searchsorted(total, total[-1])))
+
+
+def choose(row: Tensor, params: SamplingParams, u: float) -> int:
+    """Step 6: a token from adjusted logits `row` [V], given the uniform number `u`."""
+    if params.is_greedy:
+        return int(torch.argmax(row))
+    scaled = (row - row.max()) / params.temperature
+    if params.top_k < 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return _draw(torch.softmax(scaled, dim=0), u)
+    count = params.top_k if params.top_k > 0 else FIRST_CANDIDATES
+    probs, ids, complete = _survivors(scaled, params, count)
+    if not complete:
+        probs, ids, _ = _survivors(scaled, params, scaled.shape[0])
+    return int(ids[_draw(probs, u)])
+
+
+def _sample_row(row: Tensor, spec: SampleSpec, mask_of: MaskOf) -> tuple[int, str]:
+    if is_plain(spec):
+        return int(torch.argmax(row)), ""
+    try:
+        logits = adjusted(row, spec, mask_of)
+    except OperatingError as error:
+        return -1, str(error)
+    if not bool(torch.isfinite(logits.max())):
+        return -1, "no token is allowed here: grammar, bias and forbidden ids exclude all"
+    return choose(logits, spec.params, uniform(spec.seed, spec.draw_index)), ""
+
+
+def _logprob(row: Tensor, spec: SampleSpec, token_id: int) -> TokenLogprob | None:
+    if not spec.return_logprob:
+        return None
+    norm = float(torch.logsumexp(row, dim=0))
+    return token_logprob(row, norm, token_id, top=spec.top_logprobs, chosen=spec.logprob_token_ids)
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec], mask_of: MaskOf) -> list[Sampled]:
+    """One outcome for each row of logits [N, V] float32; `logits` is not changed.
+
+    `mask_of` may raise `OperatingError`: the row ends with its message.
+    """
+    best, ids = logits.max(dim=-1)
+    finite = torch.isfinite(best).tolist()
+    greedy = ids.tolist()
+    out = []
+    for i, spec in enumerate(specs):
+        if not finite[i]:
+            out.append(Sampled(error="the model's logits are not finite"))
+            continue
+        token, error = (greedy[i], "") if is_plain(spec) else _sample_row(logits[i], spec, mask_of)
+        out.append(
+            Sampled(error=error) if error else Sampled(token, _logprob(logits[i], spec, token))
+        )
+    return out
