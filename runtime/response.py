@@ -81,6 +81,8 @@ class ResponseBuilder:
             },
             "weight_version": WEIGHT_VERSION,
             "num_retractions": self.usage.num_retractions,
+            "queue_time": self.usage.queue_s,
+            "prefill_time": self.usage.prefill_s,
             "e2e_latency": now - self._started,
             "cache_report": cache_report(report),
         }
