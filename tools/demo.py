@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import serving
-
 import statewise as sw
 
 REPOSITORY = Path(__file__).resolve().parent.parent

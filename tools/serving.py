@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import psutil
+
 import wire
 
 REPOSITORY = Path(__file__).resolve().parent.parent

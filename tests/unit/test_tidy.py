@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import tidy
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def _load_tidy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tidy", REPOSITORY / "tools" / "tidy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tidy"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tidy = _load_tidy()
 
 HEAD = '"""Says what it is."""\n\nfrom __future__ import annotations\n\n'
 LONG_FUNCTION = HEAD + "def f() -> None:\n" + "    x = 1\n" * tidy.MAX_FUNCTION_LINES
