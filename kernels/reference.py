@@ -220,7 +220,9 @@ class TorchOps:
             half = cos.shape[-1]
             c = cos[positions].to(dtype).unsqueeze(1)  # [T, 1, half]
             s = sin[positions].to(dtype).unsqueeze(1)
-            first, second = x[..., :half].to(dtype), x[..., half : 2 * half].to(dtype)
+            # Copies: x is overwritten half by half below.
+            first = x[..., :half].to(dtype, copy=True)
+            second = x[..., half : 2 * half].to(dtype, copy=True)
             x[..., :half] = (first * c - second * s).to(x.dtype)
             x[..., half : 2 * half] = (second * c + first * s).to(x.dtype)
 
