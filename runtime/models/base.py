@@ -15,13 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from statewise.kernels.interface import AttentionGeometry
+from statewise.kernels.interface import AttentionGeometry, Ops
 from statewise.radix.schema import CacheSchema
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to build a model from files."""
+    """How to build a model from files.
+
+    `context_length` 0 is the model's own; `ops` None is the plain torch reference.
+    """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -29,6 +32,7 @@ class LoadOptions:
     backend_layout_id: Any = None  # callable AttentionGeometry -> str
     weights_epoch: int = 0
     context_length: int = 0
+    ops: Ops | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -323,7 +323,7 @@ def _dense_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
     if sandwich:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     # A tied model must not merely echo its input: the embedding stays small in the residual.
-    embed_std = 0.3 / math.sqrt(hidden) if config["tie_word_embeddings"] else 1.0
+    embed_std = 0.1 / math.sqrt(hidden) if config["tie_word_embeddings"] else 1.0
     yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), embed_std)
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}"
