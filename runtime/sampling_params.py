@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from statewise.runtime.errors import InvalidRequestError
+from statewise.runtime.stop_regex import compile_stop_regexes
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -130,8 +131,12 @@ def _checked(name: str, value: Any, vocab_size: int) -> Any:
         if not isinstance(value, bool):
             raise _bad(name, value, "true or false")
         return value
-    if name in ("stop", "stop_regex"):
+    if name == "stop":
         return _as_strings(name, value)
+    if name == "stop_regex":
+        patterns = _as_strings(name, value)
+        compile_stop_regexes(patterns)
+        return patterns
     if name == "stop_token_ids":
         ids = [value] if isinstance(value, int) else value
         if not isinstance(ids, list | tuple) or len(ids) > MAX_STOPS:
