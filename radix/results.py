@@ -1,0 +1,115 @@
+"""What goes into the tree's operations and what they hand back.
+
+Block ids of one group come as one int32 array. Whoever receives a block here owns it: the tree has
+forgotten it.
+
+This module does not decide anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix.segment import Tier
+
+Int32 = NDArray[np.int32]
+NO_BLOCKS: Int32 = np.empty(0, dtype=np.int32)
+NO_BLOCKS.flags.writeable = False
+
+
+class StaleMatchError(Exception):
+    """What a match relied on has left the tree since: match again and plan anew."""
+
+
+class SlowBlock(NamedTuple):
+    """A block of a slower tier."""
+
+    group: int
+    tier: Tier
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Blocks that left the tree: device blocks per group, and blocks of slower tiers."""
+
+    blocks: tuple[Int32, ...]
+    slow: tuple[SlowBlock, ...] = ()
+
+    def num(self, group: int) -> int:
+        """Device blocks of `group`."""
+        return len(self.blocks[group])
+
+    def __bool__(self) -> bool:
+        return bool(self.slow) or any(len(b) for b in self.blocks)
+
+
+class FreedBuilder:
+    """Collects what an operation frees."""
+
+    __slots__ = ("counts", "parts", "slow")
+
+    def __init__(self, num_groups: int) -> None:
+        self.parts: list[list[Int32]] = [[] for _ in range(num_groups)]
+        self.counts = [0] * num_groups
+        self.slow: list[SlowBlock] = []
+
+    def add(self, group: int, blocks: Int32) -> None:
+        """Add device blocks (none of them -1)."""
+        self.parts[group].append(blocks)
+        self.counts[group] += len(blocks)
+
+    def add_one(self, group: int, block: int) -> None:
+        """Add one device block."""
+        self.add(group, np.array([block], dtype=np.int32))
+
+    def done(self) -> Freed:
+        """Everything collected; arrays are the caller's own."""
+        return Freed(
+            tuple(np.concatenate(p) if p else NO_BLOCKS for p in self.parts), (*self.slow,)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How the blocks handed to `publish` came to be.
+
+    `stamps` and `seq` hold for all of them; `generations[group]` is the pool's own array of
+    generations, indexed by block (read during the call, not kept; None: zeros).
+    """
+
+    stamps: tuple[int, ...]
+    seq: int
+    generations: tuple[Int32 | None, ...] | None = None
+
+    def of_group(self, group: int) -> Int32 | None:
+        """Look up the generation array of `group`."""
+        return None if self.generations is None else self.generations[group]
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """Pages of one group that the tree already had: use the tree's block, free your own."""
+
+    group: int
+    pages: Int32  # [n] absolute page indices, ascending
+    tree_blocks: Int32  # [n]
+    tree_generations: Int32  # [n]
+    own_blocks: Int32  # [n] the caller's again
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Outcome of `publish`: the lease covers `num_pages` pages now.
+
+    `num_pages` below what was asked: the state was written under stamps that are no longer
+    current; nothing was taken, the pages stay the caller's.
+    """
+
+    num_pages: int
+    duplicates: tuple[Duplicates, ...]
+    freed: Freed

@@ -1,0 +1,228 @@
+"""A segment: one state group's share of one node, as a value.
+
+Per page one column of an int32 table:
+
+    row          meaning
+    BLOCK        device block, -1 where the page is not on the device
+    GENERATION   the pool's generation of that block when it was written
+    STAMP        interned write version
+    SEQ          write sequence number
+    DEPENDENCY   SEQ of the page it was built over (index groups); -1 otherwise
+
+What few pages have is kept aside and absent until used: `slow` (copies in slower tiers),
+`invalid` (layers that failed validation), `checksums`.
+
+Segments are never changed: an operation returns a new one, slices share memory. A match therefore
+is a true snapshot for the price of one reference per node.
+
+This module does not know leases, recency, or what a group needs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
+
+BLOCK, GENERATION, STAMP, SEQ, DEPENDENCY = range(5)
+NUM_ROWS = 5
+SLOW_BLOCK, SLOW_TIER, ORIGIN = range(3)
+MIXED = -2  # `Segment.stamp` where pages differ
+SEQ_MASK = 0x7FFFFFFF  # sequence numbers wrap: they are compared for equality only
+
+
+class Tier(enum.IntEnum):
+    """Where bytes are; ordered from fast to slow."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+
+class PageAside(NamedTuple):
+    """What only some pages have."""
+
+    slow: Int32 | None = None  # [3, num_pages]: block, tier, original device block; -1 for none
+    invalid: Mapping[int, int] | None = None  # page -> bit mask of layers that may not be used
+    checksums: NDArray[np.uint64] | None = None  # [num_pages, num_layers of the group]
+
+    def part(self, start: int, stop: int) -> PageAside:
+        """Pages [start, stop)."""
+        bad = self.invalid and {
+            page - start: mask for page, mask in self.invalid.items() if start <= page < stop
+        }
+        return PageAside(
+            None if self.slow is None else self.slow[:, start:stop],
+            bad or None,
+            None if self.checksums is None else self.checksums[start:stop],
+        )
+
+
+NOTHING_ASIDE = PageAside()
+
+
+class Segment:
+    """One group's pages of one node; immutable."""
+
+    __slots__ = ("aside", "num_present", "stamp", "table")
+
+    table: Int32  # [NUM_ROWS, num_pages]
+    num_present: int  # pages on the device
+    stamp: int  # of every device page, or MIXED
+    aside: PageAside
+
+    def __init__(
+        self, table: Int32, num_present: int, stamp: int, aside: PageAside = NOTHING_ASIDE
+    ) -> None:
+        self.table = table
+        self.num_present = num_present
+        self.stamp = stamp
+        self.aside = aside
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the run, resident or not."""
+        num_pages: int = self.table.shape[1]
+        return num_pages
+
+    @property
+    def blocks(self) -> Int32:
+        """[num_pages] device blocks, -1 where absent."""
+        row: Int32 = self.table[BLOCK]
+        return row
+
+    def is_whole(self, stamp: int) -> bool:
+        """Every page is on the device, written under `stamp`, all layers valid."""
+        return (
+            self.num_present == self.table.shape[1]
+            and (self.stamp == stamp or not self.num_present)
+            and self.aside.invalid is None
+        )
+
+    def valid(self, stamp: int) -> Bool:
+        """[num_pages] pages written under `stamp` whose layers are all valid."""
+        good: Bool = self.table[STAMP] == stamp
+        if self.aside.invalid is not None:
+            good[list(self.aside.invalid)] = False
+        return good
+
+    def resident(self, stamp: int) -> Bool:
+        """[num_pages] pages usable now."""
+        present: Bool = self.table[BLOCK] >= 0
+        return self.valid(stamp) & present
+
+    def loadable(self, stamp: int) -> Bool:
+        """[num_pages] pages usable now or after a load."""
+        present: Bool = self.table[BLOCK] >= 0
+        if self.aside.slow is not None:
+            present = present | (self.aside.slow[SLOW_BLOCK] >= 0)
+        return self.valid(stamp) & present
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Pages [start, stop), sharing memory."""
+        table = self.table[:, start:stop]
+        aside = self.aside if self.aside is NOTHING_ASIDE else self.aside.part(start, stop)
+        if self.num_present == self.table.shape[1]:
+            return Segment(table, stop - start, self.stamp, aside)
+        present = int(np.count_nonzero(table[BLOCK] >= 0))
+        return Segment(table, present, self.stamp, aside)
+
+    def joined(self, other: Segment) -> Segment:
+        """Append `other` to this run."""
+        table = np.concatenate((self.table, other.table), axis=1)
+        if self.num_present and other.num_present:
+            stamp = self.stamp if self.stamp == other.stamp else MIXED
+        else:
+            stamp = self.stamp if self.num_present else other.stamp
+        aside = NOTHING_ASIDE
+        if self.aside is not NOTHING_ASIDE or other.aside is not NOTHING_ASIDE:
+            aside = _join_aside(self, other)
+        return Segment(table, self.num_present + other.num_present, stamp, aside)
+
+    def with_pages(self, pages: NDArray[np.intp], columns: Int32) -> Segment:
+        """`columns` [NUM_ROWS, len(pages)] put at `pages`; these pages' layers are all valid."""
+        table = self.table.copy()
+        table[:, pages] = columns
+        invalid = self.aside.invalid
+        if invalid is not None:
+            filled = set(pages.tolist())
+            invalid = {p: mask for p, mask in invalid.items() if p not in filled} or None
+        checksums = self.aside.checksums
+        if checksums is not None:
+            checksums = checksums.copy()
+            checksums[pages] = 0
+        return of_table(table, PageAside(self.aside.slow, invalid, checksums))
+
+    def without(self, pages: NDArray[np.intp]) -> Segment:
+        """`pages` off the device; copies in slower tiers stay."""
+        table = self.table.copy()
+        table[BLOCK, pages] = -1
+        return of_table(table, self.aside)
+
+    def with_aside(self, aside: PageAside) -> Segment:
+        """Keep the table, with other pages' extras."""
+        return Segment(self.table, self.num_present, self.stamp, aside)
+
+
+def of_table(table: Int32, aside: PageAside = NOTHING_ASIDE) -> Segment:
+    """Segment of a table, its summary counted."""
+    on_device = table[BLOCK] >= 0
+    present = int(np.count_nonzero(on_device))
+    stamps = table[STAMP] if present == table.shape[1] else table[STAMP][on_device]
+    uniform = MIXED
+    if present and bool((stamps == stamps[0]).all()):
+        uniform = int(stamps[0])
+    if all(part is None for part in aside):
+        aside = NOTHING_ASIDE
+    return Segment(table, present, uniform, aside)
+
+
+def new_columns(blocks: Int32, generations: Int32 | None, stamp: int, seq: int) -> Int32:
+    """[NUM_ROWS, n] columns of freshly written pages; `generations` is indexed by block."""
+    table = np.empty((NUM_ROWS, len(blocks)), dtype=np.int32)
+    table[BLOCK] = blocks
+    table[GENERATION] = 0 if generations is None else generations[blocks]
+    table[STAMP] = stamp
+    table[SEQ] = seq
+    table[DEPENDENCY] = -1
+    return table
+
+
+def empty_segment() -> Segment:
+    """Make a segment of no pages."""
+    return Segment(np.empty((NUM_ROWS, 0), dtype=np.int32), 0, MIXED)
+
+
+def _join_aside(first: Segment, second: Segment) -> PageAside:
+    size = first.num_pages
+    invalid = dict(first.aside.invalid or {})
+    for page, mask in (second.aside.invalid or {}).items():
+        invalid[page + size] = mask
+    slow = None
+    if first.aside.slow is not None or second.aside.slow is not None:
+        slow = np.concatenate((_slow_of(first), _slow_of(second)), axis=1)
+    checksums = None
+    some = first.aside.checksums if first.aside.checksums is not None else second.aside.checksums
+    if some is not None:
+        width = some.shape[1]
+        checksums = np.concatenate((_checksums_of(first, width), _checksums_of(second, width)))
+    return PageAside(slow, invalid or None, checksums)
+
+
+def _slow_of(segment: Segment) -> Int32:
+    if segment.aside.slow is not None:
+        return segment.aside.slow
+    return np.full((3, segment.num_pages), -1, dtype=np.int32)
+
+
+def _checksums_of(segment: Segment, width: int) -> NDArray[np.uint64]:
+    if segment.aside.checksums is not None:
+        return segment.aside.checksums
+    return np.zeros((segment.num_pages, width), dtype=np.uint64)

@@ -1,0 +1,297 @@
+"""Trailing state: window pages, checkpoints, and what of it may be evicted next.
+
+    window pages of one node    . . T T L L L K K T      L locked: a lease may still read it
+                                                          K kept: part of a checkpoint
+                                                          T transient: neither; evicted first
+    then checkpoints, least recently used first, each as a whole: its snapshots, its partly filled
+    pages, and those of its window pages that nothing else needs.
+
+Counts per page change only on the pages touched; totals follow by differences, and `audit`
+recounts them from nothing.
+
+This module does not shape the tree and does not touch history.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from statewise.radix.need import sink_pages, trailing_pages
+from statewise.radix.node import Checkpoint, Intp, Node, StateBlock, WindowPins
+from statewise.radix.results import FreedBuilder
+from statewise.radix.schema import CacheSchema
+from statewise.radix.segment import BLOCK
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Trailing:
+    """Windows and checkpoints of one tree."""
+
+    def __init__(self, schema: CacheSchema) -> None:
+        groups = schema.groups
+        self.schema = schema
+        self.evictable = [0] * len(groups)  # device blocks that eviction could free, per group
+        self.windows = tuple(g for g, s in enumerate(groups) if s.kind.is_window)
+        self.transient: tuple[OrderedDict[WindowPins, None], ...] = tuple(
+            OrderedDict() for _ in self.windows
+        )
+        self.checkpoints: tuple[OrderedDict[Checkpoint, None], ...] = tuple(
+            OrderedDict() for _ in groups
+        )
+        self.tick = 0
+        self.on_emptied: Callable[[Node], None] = lambda node: None
+
+    def next_tick(self) -> int:
+        """Advance logical time."""
+        self.tick += 1
+        return self.tick
+
+    # ---------------------------------------------------------------- window pages
+
+    def _shift(self, index: int, pins: WindowPins, delta: int, *, oldest: bool = False) -> None:
+        """Change a segment's transient pages; gained ones make it the newest (or the oldest)."""
+        pins.num_transient += delta
+        order = self.transient[index]
+        if not pins.num_transient:
+            order.pop(pins, None)
+        elif delta > 0:
+            order[pins] = None
+            order.move_to_end(pins, last=not oldest)
+
+    def pages_added(self, node: Node, start: int) -> None:
+        """Count the pages of `node` from absolute `start` on: present ones are transient."""
+        for index, pins in enumerate(node.pins):
+            self._count(index, pins, start - node.start, +1)
+
+    def pages_removed(self, node: Node, k: int) -> None:
+        """Discount the pages of `node` from its k-th on; call before they go."""
+        for index, pins in enumerate(node.pins):
+            self._count(index, pins, k, -1)
+
+    def pages_changed(self, pins: WindowPins, *, before: bool) -> None:
+        """Call before and after one segment is replaced."""
+        self._count(self.windows.index(pins.group), pins, 0, -1 if before else +1)
+
+    def _count(self, index: int, pins: WindowPins, k: int, sign: int) -> None:
+        evictable, transient = pins.tally(k, pins.node.num_pages)
+        self.evictable[pins.group] += sign * evictable
+        if transient:
+            self._shift(index, pins, sign * transient)
+
+    def after_split(self, upper: Node, lower: Node) -> None:
+        """Give the new upper part its share of transient pages, as the oldest ones.
+
+        Nothing in it was asked for: whoever splits locks what it needs right after.
+        """
+        for index, (above, below) in enumerate(zip(upper.pins, lower.pins, strict=True)):
+            transient = above.tally(0, upper.num_pages)[1]
+            if transient:
+                self._shift(index, above, transient, oldest=True)
+                self._shift(index, below, -transient)
+
+    def lock(self, node: Node, index: int, start: int, stop: int) -> None:
+        """One more lease needs absolute pages [start, stop) at or above `node`."""
+        while stop > start:
+            while node.start >= stop:
+                assert node.parent is not None, "pages lie on the path"
+                node = node.parent
+            pins = node.pins[index]
+            lo, hi = max(start - node.start, 0), stop - node.start
+            evictable, transient = pins.tally(lo, hi)
+            pins.locks[lo:hi] += 1
+            self.evictable[pins.group] -= evictable
+            if transient:
+                self._shift(index, pins, -transient)
+            stop = node.start
+
+    def unlock(self, node: Node, index: int, start: int, stop: int) -> None:
+        """One lease fewer needs absolute pages [start, stop): they become the newest."""
+        while stop > start:
+            while node.start >= stop:
+                assert node.parent is not None, "pages lie on the path"
+                node = node.parent
+            pins = node.pins[index]
+            lo, hi = max(start - node.start, 0), stop - node.start
+            pins.locks[lo:hi] -= 1
+            evictable, transient = pins.tally(lo, hi)
+            self.evictable[pins.group] += evictable
+            if transient:
+                self._shift(index, pins, transient)
+            stop = node.start
+
+    def _keep(self, node: Node, index: int, start: int, stop: int, delta: int) -> None:
+        """Count a checkpoint more or fewer on absolute pages [start, stop)."""
+        while stop > start:
+            while node.start >= stop:
+                assert node.parent is not None, "pages lie on the path"
+                node = node.parent
+            pins = node.pins[index]
+            lo, hi = max(start - node.start, 0), stop - node.start
+            before = pins.tally(lo, hi)[1] if delta > 0 else 0
+            pins.kept[lo:hi] += delta
+            after = pins.tally(lo, hi)[1] if delta < 0 else 0
+            if after != before:
+                self._shift(index, pins, after - before, oldest=True)
+            stop = node.start
+
+    def has_pages(self, node: Node, index: int, ranges: Ranges, stamp: int) -> bool:
+        """Whether all absolute pages of `ranges` at or above `node` are resident."""
+        group = self.windows[index]
+        for start, stop in ranges:
+            while stop > start:
+                while node.start >= stop:
+                    assert node.parent is not None, "pages lie on the path"
+                    node = node.parent
+                lo, hi = max(start - node.start, 0), stop - node.start
+                segment = node.segments[group]
+                if not (segment.is_whole(stamp) or segment.part(lo, hi).is_whole(stamp)):
+                    return False
+                stop = node.start
+        return True
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def window_ranges(self, index: int, position: int, page: int) -> Ranges:
+        """Ranges of whole pages that a resume at `position` needs, the later range first."""
+        spec = self.schema.groups[self.windows[index]]
+        size = self.schema.page_size
+        lo = min(trailing_pages(spec, position, size)[0], page)
+        sinks = min(sink_pages(spec, position, size), lo)
+        return ((lo, page), (0, sinks)) if sinks else ((lo, page),)
+
+    def add_checkpoint(
+        self, node: Node, page: int, tail: bytes, position: int, reason: str
+    ) -> Checkpoint:
+        """Find or make the checkpoint at `position`; its window pages are kept from now on."""
+        found = node.checkpoints.get((page, tail))
+        if found is not None:
+            self.touch(found)
+            return found
+        made = Checkpoint(node, page, tail, position, reason)
+        node.checkpoints[page, tail] = made
+        made.tick = self.next_tick()
+        for index, group in enumerate(self.windows):
+            ranges = self.window_ranges(index, position, page)
+            for start, stop in ranges:
+                self._keep(node, index, start, stop, +1)
+            if any(start < stop for start, stop in ranges):
+                self.checkpoints[group][made] = None
+        return made
+
+    def add_block(self, checkpoint: Checkpoint, held: StateBlock) -> bool:
+        """Give the checkpoint a block; False if it has one for this group already."""
+        if checkpoint.block_of(held.group) is not None:
+            return False
+        checkpoint.blocks = (*checkpoint.blocks, held)
+        if not checkpoint.locks:
+            self.evictable[held.group] += 1
+            self.checkpoints[held.group][checkpoint] = None
+        return True
+
+    def take_block(self, checkpoint: Checkpoint, group: int) -> int | None:
+        """Take a block out of a checkpoint; the caller frees or condemns it."""
+        held = checkpoint.block_of(group)
+        if held is None:
+            return None
+        checkpoint.blocks = tuple(b for b in checkpoint.blocks if b.group != group)
+        if not checkpoint.locks:
+            self.evictable[group] -= 1
+        if group not in self.windows:
+            self.checkpoints[group].pop(checkpoint, None)
+        return held.block
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        """Make it the most recently used."""
+        checkpoint.tick = self.next_tick()
+        for order in self.checkpoints:
+            if checkpoint in order:
+                order.move_to_end(checkpoint)
+
+    def lock_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take it out of the eviction order: a lease starts from it."""
+        checkpoint.locks += 1
+        if checkpoint.locks > 1:
+            return
+        for order in self.checkpoints:
+            order.pop(checkpoint, None)
+        for held in checkpoint.blocks:
+            self.evictable[held.group] -= 1
+
+    def unlock_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Back into the eviction order as the newest."""
+        checkpoint.locks -= 1
+        if checkpoint.locks or checkpoint.node is None:
+            return
+        checkpoint.tick = self.next_tick()
+        for index, group in enumerate(self.windows):
+            ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
+            if any(start < stop for start, stop in ranges):
+                self.checkpoints[group][checkpoint] = None
+        for held in checkpoint.blocks:
+            self.evictable[held.group] += 1
+            self.checkpoints[held.group][checkpoint] = None
+
+    def remove_checkpoint(self, checkpoint: Checkpoint, freed: FreedBuilder) -> None:
+        """Forget an unlocked checkpoint: its blocks are freed, its pages kept no longer."""
+        node = checkpoint.node
+        assert node is not None, "removed once"
+        assert not checkpoint.locks, "a leased checkpoint stays"
+        del node.checkpoints[checkpoint.page, checkpoint.tail]
+        checkpoint.node = None
+        for order in self.checkpoints:
+            order.pop(checkpoint, None)
+        for held in checkpoint.blocks:
+            self.evictable[held.group] -= 1
+            freed.add_one(held.group, held.block)
+        for index in range(len(self.windows)):
+            for start, stop in self.window_ranges(index, checkpoint.position, checkpoint.page):
+                self._keep(node, index, start, stop, -1)
+
+    # ---------------------------------------------------------------- evicting
+
+    def take_pages(self, pins: WindowPins, pages: Intp, freed: FreedBuilder) -> None:
+        """Free transient pages of one segment; the history of the same tokens stays."""
+        node, group = pins.node, pins.group
+        segment = node.segments[group]
+        freed.add(group, segment.table[BLOCK, pages])
+        segments = list(node.segments)
+        segments[group] = segment.without(pages)
+        node.segments = tuple(segments)
+        self.evictable[group] -= len(pages)
+        self._shift(self.windows.index(group), pins, -len(pages))
+
+    def evict_window(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
+        """Free window pages: transient ones, then those of the least recently used checkpoint."""
+        order = self.transient[self.windows.index(group)]
+        retained = self.checkpoints[group]
+        while freed.counts[group] < num_blocks:
+            if order:
+                pins = next(iter(order))
+                pages = pins.transient_pages()[: num_blocks - freed.counts[group]]
+                self.take_pages(pins, pages, freed)
+                self.on_emptied(pins.node)
+            elif retained:
+                self._remove_oldest(group, freed)
+            else:
+                return
+
+    def evict_snapshots(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
+        """Free snapshots of the least recently used checkpoints."""
+        order = self.checkpoints[group]
+        while freed.counts[group] < num_blocks and order:
+            self._remove_oldest(group, freed)
+
+    def _remove_oldest(self, group: int, freed: FreedBuilder) -> None:
+        checkpoint = next(iter(self.checkpoints[group]))
+        node = checkpoint.node
+        assert node is not None, "the order holds live checkpoints"
+        self.remove_checkpoint(checkpoint, freed)
+        self.on_emptied(node)
+
+    def oldest_tick(self, group: int) -> int | None:
+        """Last use of the checkpoint that would go next, None without one."""
+        for checkpoint in self.checkpoints[group]:
+            return checkpoint.tick
+        return None
