@@ -18,8 +18,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 
 PY := $(VENV)/bin/python -P
-SETUP_INPUTS := pyproject.toml constraints-cpu.txt tools/setup
-NATIVE_INPUTS := $(wildcard setup.py kernels/csrc/*)
+SETUP_INPUTS := pyproject.toml setup.py constraints-cpu.txt tools/setup
 
 # Spinning OpenMP threads lose 5-20x where cores are shared.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -32,7 +31,7 @@ help:
 
 venv: $(VENV)/.stamp-dev
 
-$(VENV)/.stamp-serve: $(SETUP_INPUTS) $(NATIVE_INPUTS)
+$(VENV)/.stamp-serve: $(SETUP_INPUTS)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" tools/setup serve
 	@touch $@
 
@@ -63,6 +62,6 @@ soak: $(VENV)/.stamp-dev
 
 clean:
 	rm -rf $(VENV) build dist results .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
-	rm -rf src/*.egg-info kernels/*.so
+	rm -rf src/*.egg-info kernels/_native.*
 	find radix runtime kernels frontend src tests tools benchmarks -name __pycache__ -prune \
 	    -exec rm -rf {} +
