@@ -4,6 +4,8 @@
     +-- OperatingError            expected in operation; typed, counted, answered
     |   +-- InvalidRequestError       400: the request can never be served as written
     |   |   +-- PromptTooLongError        longer than the context or than any pool
+    |   |   +-- BodyTooLargeError         413: the body exceeds the server's limit
+    |   |   +-- UnauthorizedError         401: the key is missing or wrong
     |   +-- RefusedError              503: not now (starting, draining, queue full); retry later
     |   +-- AbortedError              the client or an operator ended the request
     |   +-- WorkerDiedError           503: a process died; open requests end with this
@@ -40,6 +42,20 @@ class PromptTooLongError(InvalidRequestError):
     """Prompt plus reserved output exceed the context length or a whole pool."""
 
     code = "prompt_too_long"
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """A request's body exceeds the server's limit."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnauthorizedError(InvalidRequestError):
+    """The key is missing or wrong."""
+
+    code = "unauthorized"
+    http_status = 401
 
 
 class RefusedError(OperatingError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -80,17 +80,20 @@ class Reply:
         return arrived
 
 
-class Observer:
-    """Told about requests as they come and go; the default listens to nothing."""
+class Observer(Protocol):
+    """Who is told about requests as they come and go."""
 
-    def opened(self, request: OpenRequest) -> None:
+    def opened(self) -> None:
         """Note that a request was accepted."""
+        ...
 
-    def first_token(self, request: OpenRequest, now: float) -> None:
-        """Note that a request's first token arrived."""
+    def first_token(self, wait_s: float) -> None:
+        """Note that a request's first token arrived after `wait_s`."""
+        ...
 
-    def ended(self, request: OpenRequest, delta: TextDelta, now: float) -> None:
-        """Note that a request's terminal delta arrived."""
+    def ended(self, delta: TextDelta, duration_s: float) -> None:
+        """Note that a request's terminal delta arrived after `duration_s`."""
+        ...
 
 
 class Broker:
@@ -155,7 +158,7 @@ class Broker:
             self._open[wire_rid] = entry
             reply.wire_rids.append(wire_rid)
             outgoing.append(msgspec.structs.replace(request, rid=wire_rid))
-            self._observer.opened(entry)
+            self._observer.opened()
         self._outboxes[links.TOKENIZER].send(outgoing)
         try:
             yield reply
@@ -271,10 +274,10 @@ class Broker:
             return  # it has ended here already
         if delta.token_ids and entry.first_text < 0:
             entry.first_text = self._clock.monotonic()
-            self._observer.first_token(entry, entry.first_text)
+            self._observer.first_token(entry.first_text - entry.arrived)
         if delta.finish is not None:
             del self._open[delta.rid]
-            self._observer.ended(entry, delta, self._clock.monotonic())
+            self._observer.ended(delta, self._clock.monotonic() - entry.arrived)
         entry.reply.put(entry.index, delta)
 
     def _answer(self, reply: ControlReply) -> None:

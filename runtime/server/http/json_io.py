@@ -1,0 +1,69 @@
+"""JSON in and out of HTTP, with limits: bodies are bounded, typed and strictly JSON.
+
+NaN and Infinity are not JSON and are refused; so is text that is not UTF-8. A message of refusal
+names the field. Where a body is too large, what the client still sends is read and dropped (up to
+a bound), so that it gets to read the answer instead of a reset connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from statewise.runtime.errors import BodyTooLargeError, InvalidRequestError
+
+T = TypeVar("T")
+
+MAX_DISCARDED_BYTES = 64 << 20
+
+
+class JsonResponse(Response):
+    """A response that msgspec encodes."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode `content`."""
+        return msgspec.json.encode(content)
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Return the whole body. Raises BodyTooLargeError beyond `limit_bytes`."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit_bytes:
+            chunks.append(chunk)
+        elif size > limit_bytes + MAX_DISCARDED_BYTES:
+            break
+    if size > limit_bytes:
+        raise BodyTooLargeError(f"the body exceeds {limit_bytes} bytes (--max-body-bytes)")
+    return b"".join(chunks)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode a body as `kind`. Raises InvalidRequestError that says where it is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"request body: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"request body: not valid UTF-8 ({error.reason})") from error
+    except RecursionError as error:
+        raise InvalidRequestError("request body: nested too deeply") from error
+    except msgspec.DecodeError as error:
+        hint = "; NaN and Infinity are not JSON" if b"NaN" in body or b"Infinity" in body else ""
+        raise InvalidRequestError(f"request body: {error}{hint}") from error
+
+
+async def read_json(request: Request, kind: type[T], limit_bytes: int) -> T:
+    """Read and decode the body of `request`. Raises as `read_body` and `decode` do."""
+    try:
+        body = await read_body(request, limit_bytes)
+    except ClientDisconnect:
+        raise InvalidRequestError("the client went away before its request was read") from None
+    return decode(body, kind)
