@@ -12,8 +12,8 @@ matched, what was reused as it stood, what set the limit, and how long the first
        not. Matched tokens are not reused tokens
     6  the same again: the cache kept the window at the branch point, and now it is
 
-The figures go to the terminal as text, and to a picture where matplotlib is installed. The server is
-started for the tour and ends with it.
+The figures go to the terminal as text, and to a picture where matplotlib is installed. The server
+is started for the tour and ends with it.
 
     usage: python tools/demo.py [--model gemma3-270m] [--picture FILE.svg|FILE.png] [-- ARGS...]
 """

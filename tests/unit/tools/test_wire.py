@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def _ask(answer: bytes, **options: object) -> tuple[wire.Reply, bytes]:
+def _ask(answer: bytes, **options: Any) -> tuple[wire.Reply, bytes]:
     """Serve `answer` once; returns the client's reply and the request as the server saw it."""
     seen = bytearray()
 
@@ -34,7 +35,7 @@ def _ask(answer: bytes, **options: object) -> tuple[wire.Reply, bytes]:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with server:
             to = wire.Address("127.0.0.1", server.sockets[0].getsockname()[1])
-            return await wire.call(to, "POST", "/x", {"a": 1}, timeout_s=10, **options)  # type: ignore[arg-type]
+            return await wire.call(to, "POST", "/x", {"a": 1}, timeout_s=10, **options)
 
     return asyncio.run(run()), bytes(seen)
 
