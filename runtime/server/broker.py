@@ -174,6 +174,10 @@ class Broker:
                 "retry, or raise --max-queued-requests"
             )
 
+    def abort(self, reply: Reply, message: str) -> None:
+        """End the requests of one group; their reader gets the terminal deltas."""
+        self._abort(reply.wire_rids, message)
+
     def abort_client_rid(self, client_rid: str, message: str) -> int:
         """End the requests a client named `client_rid` (empty: all); returns how many."""
         rids = [rid for rid, entry in self._open.items() if client_rid in ("", entry.client_rid)]

@@ -9,6 +9,8 @@ This module does not decode: `DetokenizerCore` does.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 
 from statewise.runtime.detokenizer import DetokenizerCore
 from statewise.runtime.messages import (
@@ -22,7 +24,8 @@ from statewise.runtime.messages import (
     TokenDelta,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.tokenizer.load import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -65,3 +68,17 @@ class DetokenizerLoop:
                 texts.append(ControlReply(message.call_id, error=error))
             case _:
                 raise AssertionError(f"the detokenizer got a {type(message).__name__}")
+
+
+def start(child: Child) -> Callable[[], None]:
+    """Open the vocabulary and return the loop."""
+    args = child.args
+    vocabulary = None
+    if not args.skip_tokenizer_init:
+        vocabulary = load_tokenizer(args.tokenizer_path or args.model_path)
+    child.announce({})
+    return DetokenizerLoop(child, DetokenizerCore(vocabulary)).run
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1:], start))

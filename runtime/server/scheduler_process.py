@@ -13,13 +13,16 @@ This module does not schedule and does not compute: `Engine` does.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.runtime.clock import Clock, SystemClock
 from statewise.runtime.errors import InvalidRequestError, OperatingError
 from statewise.runtime.messages import (
     AbortRequest,
@@ -33,10 +36,11 @@ from statewise.runtime.messages import (
     TokenizedRequest,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
 
 MAX_EARLY_ABORTS = 65536
 QUIET_POLL_MS = 1
+PROGRESS_INTERVAL_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +83,13 @@ class Engine(Protocol):
     def cache_dump(self) -> dict[str, Any]:
         """Return the tree as data."""
         ...
+
+
+class MatchArgs(msgspec.Struct):
+    """Arguments of the operation `match`; the ids were checked where the question entered."""
+
+    input_ids: list[int]
+    salt: str = ""
 
 
 class SchedulerLoop:
@@ -152,12 +163,14 @@ class SchedulerLoop:
 
     def _answer(self, request: ControlRequest) -> ControlReply:
         try:
-            result = self._control(request.op, msgspec.json.decode(request.args))
+            result = self._control(request.op, request.args)
         except OperatingError as error:
             return ControlReply(request.call_id, error=str(error))
+        except msgspec.MsgspecError as error:
+            return ControlReply(request.call_id, error=f"arguments of {request.op!r}: {error}")
         return ControlReply(request.call_id, msgspec.json.encode(result))
 
-    def _control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+    def _control(self, op: str, args: bytes) -> dict[str, Any]:
         match op:
             case "ping":
                 return {}
@@ -168,8 +181,46 @@ class SchedulerLoop:
             case "cache_dump":
                 return self._engine.cache_dump()
             case "match":
-                ids = np.asarray(args["input_ids"], dtype=np.int32)
-                options = CacheOptions(salt=args.get("salt", ""), adapter=args.get("adapter", ""))
-                return self._engine.match(ids, options)
+                asked = msgspec.json.decode(args, type=MatchArgs)
+                ids = np.asarray(asked.input_ids, dtype=np.int32)
+                return self._engine.match(ids, CacheOptions(salt=asked.salt))
             case _:
                 raise InvalidRequestError(f"unknown operation {op!r}")
+
+
+class LoadProgress:
+    """Logs how far the weights are, every few seconds, and shows life while they load."""
+
+    def __init__(self, child: Child, clock: Clock) -> None:
+        self._child = child
+        self._clock = clock
+        self._next_line = clock.monotonic() + PROGRESS_INTERVAL_S
+
+    def __call__(self, done_bytes: int, all_bytes: int, tensor: str) -> None:
+        """Take note of a tensor that was read."""
+        self._child.beat()
+        now = self._clock.monotonic()
+        if now < self._next_line:
+            return
+        self._next_line = now + PROGRESS_INTERVAL_S
+        percent = 100 * done_bytes // max(all_bytes, 1)
+        log.info("weights: %d %% of %d MiB (%s)", percent, all_bytes >> 20, tensor)
+
+
+def start(child: Child) -> Callable[[], None]:
+    """Load the model and return the loop."""
+    # Imported here, so that the module can be used without torch.
+    from statewise.runtime.engine.build import build_runtime
+
+    clock = SystemClock()
+    log.info("loading %s", child.args.model_path)
+    started = clock.monotonic()
+    built = build_runtime(child.args, LoadProgress(child, clock))
+    core = built.core(clock)
+    log.info("loaded in %.1f s", clock.monotonic() - started)
+    child.announce({**built.info(core), "lines": built.start_log(core)})
+    return SchedulerLoop(child, core).run
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1:], start))

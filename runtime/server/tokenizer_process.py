@@ -13,7 +13,9 @@ This module does not know how text becomes ids: `Tokenizer` does.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +34,9 @@ from statewise.runtime.messages import (
     pack_ids,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.tokenizer.load import load_tokenizer
+from statewise.runtime.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 
 # Log probabilities of a long prompt with many alternatives would not fit into one message.
 MAX_PROMPT_LOGPROB_PAIRS = 2_000_000
@@ -42,6 +46,11 @@ log = logging.getLogger(__name__)
 
 class Tokenizer(Protocol):
     """What the loop needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text; `add_special` puts before it what a prompt begins with."""
@@ -54,6 +63,20 @@ class Tokenizer(Protocol):
     def encode_chat(self, chat: dict[str, Any]) -> list[int]:
         """Token ids of a conversation (http/chat.py: `conversation`)."""
         ...
+
+
+class TokenizeArgs(msgspec.Struct):
+    """Arguments of the operation `tokenize`."""
+
+    texts: list[str]
+    add_special_tokens: bool = True
+
+
+class DetokenizeArgs(msgspec.Struct):
+    """Arguments of the operation `detokenize`."""
+
+    tokens: list[int]
+    skip_special_tokens: bool = True
 
 
 class TokenizerLoop:
@@ -166,23 +189,65 @@ class TokenizerLoop:
 
     def _answer(self, request: ControlRequest) -> ControlReply:
         try:
-            result = self._control(request.op, msgspec.json.decode(request.args))
+            result = self._control(request.op, request.args)
         except OperatingError as error:
             return ControlReply(request.call_id, error=str(error))
+        except msgspec.MsgspecError as error:
+            return ControlReply(request.call_id, error=f"arguments of {request.op!r}: {error}")
         return ControlReply(request.call_id, msgspec.json.encode(result))
 
-    def _control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+    def _control(self, op: str, args: bytes) -> dict[str, Any]:
         match op:
             case "ping":
                 return {}
             case "tokenize":
-                add_special = bool(args.get("add_special_tokens", True))
-                tokenizer = self._needed()
-                return {
-                    "tokens": [tokenizer.encode(t, add_special=add_special) for t in args["texts"]]
-                }
+                return self._tokenize_texts(msgspec.json.decode(args, type=TokenizeArgs))
             case "detokenize":
-                skip = bool(args.get("skip_special_tokens", True))
-                return {"text": self._needed().decode(args["tokens"], skip_special=skip)}
+                return self._detokenize_ids(msgspec.json.decode(args, type=DetokenizeArgs))
             case _:
                 raise InvalidRequestError(f"unknown operation {op!r}")
+
+    def _tokenize_texts(self, args: TokenizeArgs) -> dict[str, Any]:
+        encode = self._needed().encode
+        return {"tokens": [encode(t, add_special=args.add_special_tokens) for t in args.texts]}
+
+    def _detokenize_ids(self, args: DetokenizeArgs) -> dict[str, Any]:
+        tokenizer = self._needed()
+        if any(not 0 <= i < tokenizer.vocab_size for i in args.tokens):
+            raise InvalidRequestError(
+                f"'tokens' holds an id outside the vocabulary (0 to {tokenizer.vocab_size - 1})"
+            )
+        return {"text": tokenizer.decode(args.tokens, skip_special=args.skip_special_tokens)}
+
+
+def facts_of(tokenizer: LoadedTokenizer) -> dict[str, Any]:
+    """Return what clients may know of a tokenizer (in /model_info)."""
+    named = {
+        "bos_token": tokenizer.bos_token_id,
+        "eos_token": tokenizer.eos_token_id,
+        "pad_token": tokenizer.pad_token_id,
+    }
+    texts = {n: None if i is None else tokenizer.token_text(i) for n, i in named.items()}
+    prefix = tokenizer.encode("", add_special=True)
+    return {
+        **texts,
+        "chat_template": tokenizer.chat_template,
+        "add_bos_token": bool(prefix) and prefix[0] == tokenizer.bos_token_id,
+        "tokenizer_vocab_size": tokenizer.vocab_size,
+    }
+
+
+def start(child: Child) -> Callable[[], None]:
+    """Open the tokenizer and return the loop."""
+    args = child.args
+    if args.skip_tokenizer_init:
+        child.announce({})
+        return TokenizerLoop(child, None).run
+    path = args.tokenizer_path or args.model_path
+    tokenizer = load_tokenizer(path, chat_template=args.chat_template)
+    child.announce(facts_of(tokenizer))
+    return TokenizerLoop(child, tokenizer).run
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1:], start))

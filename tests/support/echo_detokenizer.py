@@ -1,0 +1,20 @@
+"""The echo server's detokenizer process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from statewise.runtime.detokenizer import DetokenizerCore
+from statewise.runtime.server.child import Child, run_child
+from statewise.runtime.server.detokenizer_process import DetokenizerLoop
+from support.byte_vocab import ByteVocabulary
+
+
+def start(child: Child) -> Callable[[], None]:
+    child.announce({})
+    return DetokenizerLoop(child, DetokenizerCore(ByteVocabulary())).run
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1:], start))

@@ -1,0 +1,19 @@
+"""The echo server's tokenizer process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from statewise.runtime.server.child import Child, run_child
+from statewise.runtime.server.tokenizer_process import TokenizerLoop
+from support.echo import ByteTokenizer
+
+
+def start(child: Child) -> Callable[[], None]:
+    child.announce({"chat_template": "{{ messages }}{{ tools }}", "eos_token": "<eos>"})
+    return TokenizerLoop(child, ByteTokenizer()).run
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1:], start))
