@@ -1,0 +1,103 @@
+"""The command `statewise`.
+
+    statewise serve --model-path ...     start a server
+    statewise make-tiny-model ARCH DIR   write a tiny random checkpoint, to try things with
+    statewise rpc-keys DIR NAME ...      make CURVE keys for an RPC endpoint and its clients
+    statewise version
+
+Each command imports what it needs when it runs, so that `statewise version` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from statewise import __version__
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Start a server; its arguments are those of `statewise serve --help`."""
+    from statewise.runtime.server.launch import main as launch
+
+    return launch(argv, prog="statewise serve")
+
+
+def make_tiny_model(argv: Sequence[str]) -> int:
+    """Write a tiny random checkpoint."""
+    from statewise.runtime.models.tiny import RECIPES
+    from statewise.runtime.models.tiny import make_tiny_model as make
+
+    parser = argparse.ArgumentParser(
+        prog="statewise make-tiny-model", description="Write a tiny random checkpoint."
+    )
+    parser.add_argument("arch", choices=sorted(RECIPES), help="architecture")
+    parser.add_argument("directory", type=Path, help="where to write it")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    args = parser.parse_args(list(argv))
+    print(make(args.arch, args.directory, seed=args.seed))
+    return 0
+
+
+def rpc_keys(argv: Sequence[str]) -> int:
+    """Make CURVE key pairs: NAME.key to give away, NAME.key_secret to keep."""
+    import zmq.auth
+
+    parser = argparse.ArgumentParser(
+        prog="statewise rpc-keys",
+        description="Make CURVE key pairs for an RPC endpoint and its clients (docs/rpc.md).",
+    )
+    parser.add_argument("directory", type=Path, help="where to write them")
+    parser.add_argument("names", nargs="+", help="one pair for each name")
+    args = parser.parse_args(list(argv))
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for name in args.names:
+        public, secret = zmq.auth.create_certificates(args.directory, name)
+        Path(secret).chmod(0o600)
+        print(public, secret, sep="\n")
+    return 0
+
+
+def version(_argv: Sequence[str]) -> int:
+    """Print the version."""
+    print(f"statewise {__version__}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve,
+    "make-tiny-model": make_tiny_model,
+    "rpc-keys": rpc_keys,
+    "version": version,
+}
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    lines = [f"  {name:<16} {_summary(command)}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: statewise COMMAND ...", "", *lines, "", "statewise COMMAND --help says more."]
+    )
+
+
+def _summary(command: Callable[[Sequence[str]], int]) -> str:
+    return (command.__doc__ or "").splitlines()[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    name, *rest = words
+    name = "version" if name == "--version" else name
+    if name in COMMANDS:
+        return COMMANDS[name](rest)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    print(f"statewise: unknown command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
+    return 2
