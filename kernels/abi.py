@@ -1,0 +1,95 @@
+"""The parameter structs of `csrc/abi.h`, field by field.
+
+A struct is filled once and passed by pointer: one ctypes call costs less than a microsecond,
+passing six tensors through a binding costs many. `STRUCTS` is in the order of the library's
+`sw_struct_size`, which a test compares.
+
+This module does not load the library or touch tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+ABI_VERSION = 1
+
+OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+
+_P = ctypes.c_void_p
+_I64 = ctypes.c_int64
+_I32 = ctypes.c_int32
+_F32 = ctypes.c_float
+
+
+def _fields(
+    pointers: str, integers: str, codes: str = "", floats: str = ""
+) -> list[tuple[str, type[Any]]]:
+    groups: tuple[tuple[str, type[Any]], ...] = (
+        *((pointers, _P), (integers, _I64)),
+        *((codes, _I32), (floats, _F32)),
+    )
+    return [(name, kind) for names, kind in groups for name in names.split()]
+
+
+class AttentionParams(ctypes.Structure):
+    """Attention and append."""
+
+    _fields_ = _fields(
+        "q out kv k v sinks query_starts context_lens context_starts page_table write_mask",
+        "num_rows num_q_heads num_kv_heads head_dim page_size table_stride num_blocks kv_stride "
+        "q_stride k_stride v_stride window checked_blocks bad_block",
+        "q_dtype kv_dtype new_dtype",
+        "scale soft_cap",
+    )
+
+
+class NormParams(ctypes.Structure):
+    """Root-mean-square norm, with or without a residual."""
+
+    _fields_ = _fields(
+        "x residual weight sum out", "rows dim x_stride", "dtype weight_dtype", "eps offset"
+    )
+
+
+class RopeParams(ctypes.Structure):
+    """Rotary embedding in place."""
+
+    _fields_ = _fields(
+        "q k cos sin positions",
+        "num_tokens num_q_heads num_kv_heads head_dim half max_positions q_stride k_stride",
+        "dtype",
+    )
+
+
+class ActParams(ctypes.Structure):
+    """Gated activation."""
+
+    _fields_ = _fields("gate_up out", "rows dim x_stride", "dtype kind")
+
+
+class LinearParams(ctypes.Structure):
+    """Linear layer of few rows."""
+
+    _fields_ = _fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype")
+
+
+class DigestParams(ctypes.Structure):
+    """Digests of blocks."""
+
+    _fields_ = _fields("base blocks out", "num_blocks block_stride block_bytes")
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    AttentionParams,
+    NormParams,
+    RopeParams,
+    ActParams,
+    LinearParams,
+    DigestParams,
+)

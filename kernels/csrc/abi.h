@@ -1,0 +1,125 @@
+// The C ABI between Python (ctypes) and the native kernels: one pointer to a parameter struct.
+//
+// Plain structs of pointers, 64-bit integers and floats; no torch, no Python. `kernels/abi.py`
+// mirrors every struct field by field, and a test compares the sizes.
+//
+// This file does not say how anything is computed.
+#pragma once
+
+#include <stdint.h>
+
+namespace sw {
+
+constexpr int32_t kAbiVersion = 1;
+
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+enum Status : int32_t {
+  kOk = 0,
+  kBadBlock = 1,     // a page table names a block outside the pool; see `bad_block`
+  kNoMemory = 2,     // scratch memory could not be allocated
+  kUnsupported = 3,  // a dtype or size that no kernel takes
+  kBadPosition = 4,  // a position outside the rotary tables
+};
+
+// T packed tokens, R rows, Hq/Hkv heads, D head dim, P page size, B blocks of a pool
+// [B, 2, Hkv, P, D]. Strides are in elements.
+struct AttentionParams {
+  const void* q;             // [T, Hq, D], token stride q_stride
+  void* out;                 // [T, Hq, D] contiguous, dtype of q
+  void* kv;                  // [B, 2, Hkv, P, D], block stride kv_stride
+  const void* k;             // append: [T, Hkv, D], token stride k_stride
+  const void* v;             // append: [T, Hkv, D], token stride v_stride
+  const float* sinks;        // [Hq] or null
+  const int32_t* query_starts;    // [R + 1]
+  const int32_t* context_lens;    // [R]
+  const int32_t* context_starts;  // [R]
+  const int32_t* page_table;      // [R, table_stride]
+  const uint8_t* write_mask;      // [R]
+  int64_t num_rows;
+  int64_t num_q_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  int64_t table_stride;
+  int64_t num_blocks;
+  int64_t kv_stride;
+  int64_t q_stride;
+  int64_t k_stride;
+  int64_t v_stride;
+  int64_t window;          // 0: none
+  int64_t checked_blocks;  // num_blocks for which the page table was last checked; 0: never
+  int64_t bad_block;       // out
+  int32_t q_dtype;
+  int32_t kv_dtype;
+  int32_t new_dtype;  // of k and v
+  float scale;
+  float soft_cap;  // 0: none
+};
+
+struct NormParams {
+  const void* x;         // [rows, dim], row stride x_stride
+  const void* residual;  // [rows, dim] contiguous, or null
+  const void* weight;    // [dim]
+  void* sum;             // [rows, dim]: x + residual; unused without residual
+  void* out;             // [rows, dim]
+  int64_t rows;
+  int64_t dim;
+  int64_t x_stride;
+  int32_t dtype;
+  int32_t weight_dtype;
+  float eps;
+  float offset;
+};
+
+struct RopeParams {
+  void* q;  // [T, Hq, D], token stride q_stride; rotated in place
+  void* k;  // [T, Hkv, D], token stride k_stride
+  const float* cos;  // [max_positions, half]
+  const float* sin;
+  const int64_t* positions;  // [T]
+  int64_t num_tokens;
+  int64_t num_q_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t half;           // pairs (i, i + half)
+  int64_t max_positions;  // rows of cos and sin
+  int64_t q_stride;
+  int64_t k_stride;
+  int32_t dtype;
+};
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
+struct ActParams {
+  const void* gate_up;  // [rows, 2 * dim], row stride x_stride
+  void* out;            // [rows, dim]
+  int64_t rows;
+  int64_t dim;
+  int64_t x_stride;
+  int32_t dtype;
+  int32_t kind;
+};
+
+struct LinearParams {
+  const void* x;       // [rows, in], row stride x_stride
+  const void* weight;  // [out_dim, in] contiguous
+  const void* bias;    // [out_dim] of the same dtype, or null
+  void* out;           // [rows, out_dim]
+  int64_t rows;
+  int64_t in_dim;
+  int64_t out_dim;
+  int64_t x_stride;
+  int32_t dtype;  // of everything
+};
+
+struct DigestParams {
+  const uint8_t* base;
+  const int32_t* blocks;  // [num_blocks] rows of base
+  uint64_t* out;          // [num_blocks]
+  int64_t num_blocks;
+  int64_t block_stride;  // bytes
+  int64_t block_bytes;
+};
+
+}  // namespace sw

@@ -1,0 +1,237 @@
+// Vectors of W floats on the compiler's generic vectors: one source for every instruction set.
+//
+// Included inside the namespace of one instruction set, with SW_WIDTH set (4, 8 or 16). Loads and
+// stores convert between the stored type and float32; a part load fills with zeros.
+//
+// No library function is called here: an inline function shared between differently compiled
+// files could be taken from the wrong one.
+
+constexpr int W = SW_WIDTH;
+
+typedef float vf __attribute__((vector_size(4 * SW_WIDTH)));
+typedef int32_t vi __attribute__((vector_size(4 * SW_WIDTH)));
+typedef uint32_t vu __attribute__((vector_size(4 * SW_WIDTH)));
+typedef uint16_t vh __attribute__((vector_size(2 * SW_WIDTH)));
+
+struct F32 {
+  using T = float;
+};
+struct BF16 {
+  using T = uint16_t;
+};
+struct F16 {
+  using T = uint16_t;
+};
+
+inline vf splat(float x) { return vf{} + x; }
+inline vf as_float(vu x) { return (vf)x; }
+inline vu as_bits(vf x) { return (vu)x; }
+inline vf max_of(vf a, vf b) { return a > b ? a : b; }
+inline float max_of(float a, float b) { return a > b ? a : b; }
+template <typename I>
+inline I least(I a, I b) { return a < b ? a : b; }
+template <typename I>
+inline I most(I a, I b) { return a > b ? a : b; }
+
+// ---- half precision, one lane (exact, without hardware) -------------------------------------
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16;
+  const uint32_t exponent = (h >> 10) & 31;
+  const uint32_t mantissa = h & 1023;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000 | (mantissa << 13);
+  } else if (exponent != 0) {
+    bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+  } else {
+    const float small = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24
+    __builtin_memcpy(&bits, &small, 4);
+    bits |= sign;
+  }
+  float out;
+  __builtin_memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline uint16_t float_to_half(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  const uint16_t sign = (uint16_t)((bits >> 16) & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to infinity
+  if (bits < 0x38800000) {                       // subnormal half: let the FPU round
+    float magnitude;
+    __builtin_memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;  // ulp of 0.5 is 2^-24, the subnormal step
+    uint32_t rounded;
+    __builtin_memcpy(&rounded, &magnitude, 4);
+    return sign | (uint16_t)(rounded - 0x3f000000);
+  }
+  const uint32_t odd = (bits >> 13) & 1;
+  return sign | (uint16_t)((bits - 0x38000000 + 0xfff + odd) >> 13);
+}
+
+// ---- loads and stores -------------------------------------------------------------------------
+
+inline vf widen(F32, vf x) { return x; }
+inline vf widen(BF16, vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
+inline vf widen(F16, vh x) {
+#if SW_WIDTH == 16
+  return (vf)_mm512_cvtph_ps((__m256i)x);
+#elif SW_WIDTH == 8
+  return (vf)_mm256_cvtph_ps((__m128i)x);
+#else
+  vf out;
+  for (int i = 0; i < W; ++i) out[i] = half_to_float(x[i]);
+  return out;
+#endif
+}
+
+inline vf narrow(F32, vf x) { return x; }
+inline vh narrow(BF16, vf x) {  // round to nearest even; any NaN becomes a quiet one
+  const vu bits = as_bits(x);
+  const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const vu out = x == x ? rounded : (vu{} + 0x7fc0u);
+  return __builtin_convertvector(out, vh);
+}
+inline vh narrow(F16, vf x) {
+#if SW_WIDTH == 16
+  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif SW_WIDTH == 8
+  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  vh out;
+  for (int i = 0; i < W; ++i) out[i] = float_to_half(x[i]);
+  return out;
+#endif
+}
+
+template <typename D>
+struct Stored {
+  using V = vh;
+};
+template <>
+struct Stored<F32> {
+  using V = vf;
+};
+
+template <typename D>
+inline vf load(const typename D::T* p) {
+  typename Stored<D>::V x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return widen(D{}, x);
+}
+template <typename D>
+inline void store(typename D::T* p, vf x) {
+  const typename Stored<D>::V y = narrow(D{}, x);
+  __builtin_memcpy(p, &y, sizeof y);
+}
+template <typename D>
+inline vf load_part(const typename D::T* p, int64_t count) {
+  typename D::T x[W] = {};
+  for (int i = 0; i < W; ++i)
+    if (i < count) x[i] = p[i];
+  return load<D>(x);
+}
+template <typename D>
+inline void store_part(typename D::T* p, vf x, int64_t count) {
+  typename D::T y[W];
+  store<D>(y, x);
+  for (int i = 0; i < W; ++i)
+    if (i < count) p[i] = y[i];
+}
+// Loads of element i.. of a row of n: whole vectors, then the zero-filled rest.
+template <typename D>
+inline vf load_of(const typename D::T* row, int64_t i, int64_t n) {
+  return i + W <= n ? load<D>(row + i) : load_part<D>(row + i, n - i);
+}
+template <typename D>
+inline void store_of(typename D::T* row, int64_t i, int64_t n, vf x) {
+  if (i + W <= n)
+    store<D>(row + i, x);
+  else
+    store_part<D>(row + i, x, n - i);
+}
+inline vf loadf(const float* p) { return load<F32>(p); }
+inline void storef(float* p, vf x) { store<F32>(p, x); }
+
+// ---- reductions -------------------------------------------------------------------------------
+
+#if SW_WIDTH == 16
+inline vf even(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+inline vf odd(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+#elif SW_WIDTH == 8
+inline vf even(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
+inline vf odd(vf a, vf b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
+#else
+inline vf even(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
+inline vf odd(vf a, vf b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
+#endif
+
+inline vf pair_sums(vf a, vf b) { return even(a, b) + odd(a, b); }
+
+inline float sum_of(vf x) {
+  for (int n = W; n > 1; n /= 2) x = pair_sums(x, x);
+  return x[0];
+}
+inline float max_in(vf x) {
+  for (int n = W; n > 1; n /= 2) x = max_of(even(x, x), odd(x, x));
+  return x[0];
+}
+// Lane i of the result is the sum over the lanes of x[i]; x is overwritten.
+inline vf sums_of(vf (&x)[W]) {
+#pragma GCC unroll 4
+  for (int n = W; n > 1; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) x[i] = pair_sums(x[2 * i], x[2 * i + 1]);
+  }
+  return x[0];
+}
+
+// ---- exp and friends --------------------------------------------------------------------------
+
+// exp(x) to about 1 ulp; 0 below -87.3, infinity above 88.7; NaN stays NaN.
+inline vf exp_of(vf x) {
+  const vf too_small = splat(-87.33654f), too_large = splat(88.72283f);
+  vf t = x < too_small ? too_small : x;
+  t = t > too_large ? too_large : t;
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  vf n = t * 1.44269504088896341f + magic;
+  const vi k = (vi)n - (vi)magic;
+  n -= magic;
+  vf r = t - n * 0.693359375f;
+  r -= n * -2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^k as a product of two factors: k = 128 has no float of its own.
+  const vi half = k >> 1;
+  const vf low = (vf)((half + 127) << 23), high = (vf)((k - half + 127) << 23);
+  vf y = p * low * high;
+  y = x < too_small ? splat(0.0f) : y;
+  return x > too_large ? splat(__builtin_inff()) : y;
+}
+
+inline float exp_of(float x) { return exp_of(splat(x))[0]; }
+
+inline vf sigmoid_of(vf x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+inline vf tanh_of(vf x) {
+  const vf magnitude = x < 0.0f ? -x : x;
+  const vf t = exp_of(-2.0f * magnitude);
+  const vf large = (1.0f - t) / (1.0f + t);
+  const vf s = x * x;  // series below 0.1: exact where 1 - t would cancel
+  const vf small = magnitude * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
+  const vf y = magnitude < 0.1f ? small : large;
+  return x < 0.0f ? -y : y;
+}
