@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from statewise.kernels import blocks
 from statewise.kernels.interface import AttentionBackend, AttentionGeometry
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 
 HUGE_PAGE = 2 << 20
-_ODD_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, *, poison: bool = False) -> Tensor:
@@ -104,48 +104,30 @@ class DeviceStore:
         """Copy whole blocks within one group, all layers; sources are read before any write."""
         self._check(group, src)
         self._check(group, dst)
-        source = torch.tensor(src, dtype=torch.int64)
-        target = torch.tensor(dst, dtype=torch.int64)
+        source = torch.tensor(src, dtype=torch.int32)
+        target = torch.tensor(dst, dtype=torch.int32)
         for tensor in self.groups[group].layers:
-            tensor[target] = tensor[source]
+            blocks.copy_blocks(tensor, source, target)
 
-    def fill_blocks(self, group: int, blocks: Sequence[int], value: float) -> None:
+    def fill_blocks(self, group: int, wanted: Sequence[int], value: float) -> None:
         """Overwrite whole blocks with one value (poison of freed blocks under audit)."""
-        self._check(group, blocks)
-        target = torch.tensor(blocks, dtype=torch.int64)
+        self._check(group, wanted)
+        target = torch.tensor(wanted, dtype=torch.int64)
         for tensor in self.groups[group].layers:
             tensor[target] = value
 
-    def digests(self, group: int, blocks: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """[num_blocks, num_layers] 64-bit digests of the blocks' bytes.
-
-        Any change of a single bit changes the digest; it is not a cryptographic hash.
-        """
-        self._check(group, blocks)
-        out = np.empty((len(blocks), len(self.groups[group].layers)), dtype=np.uint64)
-        for i, tensor in enumerate(self.groups[group].layers):
-            out[:, i] = _digest(tensor[torch.from_numpy(blocks).to(torch.int64)])
-        return out
+    def digests(self, group: int, wanted: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """[num_blocks, num_layers] 64-bit digests of the blocks' bytes (kernels/blocks.py)."""
+        self._check(group, wanted)
+        index = torch.from_numpy(np.ascontiguousarray(wanted))
+        layers = self.groups[group].layers
+        return np.stack([blocks.block_digests(tensor, index) for tensor in layers], axis=1)
 
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes of each group's pool."""
         return {pool.spec.name: pool.size_bytes for pool in self.groups}
 
-    def _check(self, group: int, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+    def _check(self, group: int, wanted: Sequence[int] | NDArray[np.int32]) -> None:
         limit = self.groups[group].num_blocks
-        bad = [int(b) for b in blocks if not 0 <= b < limit]
+        bad = [int(b) for b in wanted if not 0 <= b < limit]
         assert not bad, f"group {group}: blocks {bad[:4]} outside the pool of {limit}"
-
-
-def _digest(blocks: Tensor) -> NDArray[np.uint64]:
-    """[n] position-dependent digests of [n, ...] blocks: a sum of words times odd weights."""
-    raw = blocks.contiguous().view(torch.uint8).reshape(blocks.shape[0], -1).numpy()
-    pad = -raw.shape[1] % 8
-    if pad:
-        raw = np.pad(raw, ((0, 0), (0, pad)))
-    words = raw.view(np.uint64)
-    index = np.arange(1, words.shape[1] + 1, dtype=np.uint64)
-    weights = index * _ODD_MULTIPLIER | np.uint64(1)
-    mixed = (words ^ (words >> np.uint64(29))) * weights
-    sums: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
-    return sums

@@ -211,5 +211,4 @@ def plan_pools(schema: CacheSchema, request: SizingRequest) -> PoolPlan:
             f"memory holds the windows of {running} running requests, "
             f"not of {request.max_running_requests}"
         )
-    lines.append(f"longest context that fits: {longest} tokens")
     return PoolPlan(blocks, sizes, longest, running, tuple(lines))

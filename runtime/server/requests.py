@@ -25,6 +25,8 @@ MAX_RID_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_LOGPROB_IDS = 128
 MAX_PRIORITY = 1 << 31
+# Log probabilities of a long prompt with many alternatives would not fit into one message.
+MAX_PROMPT_LOGPROB_PAIRS = 2_000_000
 
 
 def checked_ids(field: str, ids: Sequence[Any], vocab_size: int) -> bytes:
@@ -68,6 +70,22 @@ def checked_logprob(options: LogprobOptions, vocab_size: int) -> LogprobOptions:
     if options.token_ids:
         checked_ids("token_ids_logprob", options.token_ids, vocab_size)
     return options
+
+
+def checked_prompt_logprob(options: LogprobOptions, num_tokens: int) -> None:
+    """Check log probabilities of the prompt against its length, in tokens."""
+    if not options.enabled or options.start < 0:
+        return
+    if options.start >= num_tokens:
+        raise InvalidRequestError(
+            f"'logprob_start_len' is {options.start}; the prompt has {num_tokens} tokens"
+        )
+    pairs = (num_tokens - options.start) * (1 + options.top + len(options.token_ids))
+    if pairs > MAX_PROMPT_LOGPROB_PAIRS:
+        raise InvalidRequestError(
+            f"{pairs} log probabilities of the prompt were asked for; "
+            f"at most {MAX_PROMPT_LOGPROB_PAIRS}: raise 'logprob_start_len'"
+        )
 
 
 def checked_text(field: str, value: str, max_chars: int) -> str:

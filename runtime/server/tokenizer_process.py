@@ -28,18 +28,15 @@ from statewise.runtime.messages import (
     ControlRequest,
     FinishReason,
     GenerateRequest,
-    LogprobOptions,
     TextDelta,
     TokenizedRequest,
     pack_ids,
 )
 from statewise.runtime.server import links
+from statewise.runtime.server import requests as checks
 from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.tokenizer.facts import facts_of
 from statewise.runtime.tokenizer.load import load_tokenizer
-from statewise.runtime.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
-
-# Log probabilities of a long prompt with many alternatives would not fit into one message.
-MAX_PROMPT_LOGPROB_PAIRS = 2_000_000
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +137,7 @@ class TokenizerLoop:
         num_tokens = len(ids) // 4
         if num_tokens == 0:
             raise InvalidRequestError("the prompt is empty; at least one token is needed")
-        self._check_logprob(request.logprob, num_tokens)
+        checks.checked_prompt_logprob(request.logprob, num_tokens)
         return TokenizedRequest(
             rid=request.rid,
             input_ids=ids,
@@ -170,20 +167,6 @@ class TokenizerLoop:
         if self._tokenizer is None:
             raise InvalidRequestError("this server takes token ids only (--skip-tokenizer-init)")
         return self._tokenizer
-
-    def _check_logprob(self, options: LogprobOptions, num_tokens: int) -> None:
-        if not options.enabled or options.start < 0:
-            return
-        if options.start >= num_tokens:
-            raise InvalidRequestError(
-                f"'logprob_start_len' is {options.start}; the prompt has {num_tokens} tokens"
-            )
-        pairs = (num_tokens - options.start) * (1 + options.top + len(options.token_ids))
-        if pairs > MAX_PROMPT_LOGPROB_PAIRS:
-            raise InvalidRequestError(
-                f"{pairs} log probabilities of the prompt were asked for; "
-                f"at most {MAX_PROMPT_LOGPROB_PAIRS}: raise 'logprob_start_len'"
-            )
 
     # ------------------------------------------------------------- questions
 
@@ -218,23 +201,6 @@ class TokenizerLoop:
                 f"'tokens' holds an id outside the vocabulary (0 to {tokenizer.vocab_size - 1})"
             )
         return {"text": tokenizer.decode(args.tokens, skip_special=args.skip_special_tokens)}
-
-
-def facts_of(tokenizer: LoadedTokenizer) -> dict[str, Any]:
-    """Return what clients may know of a tokenizer (in /model_info)."""
-    named = {
-        "bos_token": tokenizer.bos_token_id,
-        "eos_token": tokenizer.eos_token_id,
-        "pad_token": tokenizer.pad_token_id,
-    }
-    texts = {n: None if i is None else tokenizer.token_text(i) for n, i in named.items()}
-    prefix = tokenizer.encode("", add_special=True)
-    return {
-        **texts,
-        "chat_template": tokenizer.chat_template,
-        "add_bos_token": bool(prefix) and prefix[0] == tokenizer.bos_token_id,
-        "tokenizer_vocab_size": tokenizer.vocab_size,
-    }
 
 
 def start(child: Child) -> Callable[[], None]:

@@ -20,7 +20,7 @@ import importlib.util
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -40,14 +40,67 @@ MAX_ERROR_CHARS = 500
 class GrammarVocabulary(Protocol):
     """What a backend must know of the tokenizer."""
 
-    tokens: Sequence[bytes]  # bytes of each token id
-    special_ids: Sequence[int]
-    bos_id: int | None
-    eos_ids: Sequence[int]  # at least one
+    @property
+    def tokens(self) -> Sequence[bytes]:
+        """Bytes of each token id."""
+        ...
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids of tokens that are not text."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that begins a prompt."""
+        ...
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Ids that end an output; at least one."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, no special tokens added."""
         ...
+
+
+class VocabularySource(Protocol):
+    """What `TokenizerVocabulary` needs of a tokenizer (runtime/tokenizer has it)."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids of control tokens."""
+        ...
+
+    def all_token_bytes(self) -> list[bytes]:
+        """Bytes of every token by id."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of plain text."""
+        ...
+
+
+class TokenizerVocabulary:
+    """A tokenizer as a `GrammarVocabulary`; `eos_ids` are the model's."""
+
+    def __init__(self, tokenizer: VocabularySource, eos_ids: Sequence[int]) -> None:
+        self.tokens = tokenizer.all_token_bytes()
+        self.special_ids = sorted(tokenizer.special_ids)
+        self.bos_id = tokenizer.bos_token_id
+        own = tokenizer.eos_token_id
+        self.eos_ids = tuple(eos_ids) or (() if own is None else (own,))
+        self._tokenizer = tokenizer
+        if not self.eos_ids:
+            raise InvalidRequestError("structured output needs an end token; the model has none")
+
+    def encode(self, text: str) -> list[int]:
+        """See `GrammarVocabulary`."""
+        return self._tokenizer.encode_plain(text)
 
 
 class GrammarMatcher(Protocol):
@@ -145,9 +198,12 @@ def _short(message: str) -> str:
 
 
 class LlguidanceBackend:
-    """Compiles with llguidance. The tokenizer's trie is built on first use and kept."""
+    """Compiles with llguidance.
 
-    def __init__(self, vocabulary: GrammarVocabulary, vocab_size: int) -> None:
+    `vocabulary` is called, and the tokenizer's trie built, with the first grammar; both are kept.
+    """
+
+    def __init__(self, vocabulary: Callable[[], GrammarVocabulary], vocab_size: int) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -156,8 +212,9 @@ class LlguidanceBackend:
     def _trie(self, library: ModuleType) -> Any:
         with self._lock:
             if self._tokenizer is None:
-                wrapper = library.TokenizerWrapper(_TokenizerView(self._vocabulary))
-                eos = list(self._vocabulary.eos_ids)
+                vocabulary = self._vocabulary()
+                wrapper = library.TokenizerWrapper(_TokenizerView(vocabulary))
+                eos = list(vocabulary.eos_ids)
                 self._tokenizer = library.LLTokenizer(wrapper, eos_token=eos)
             return self._tokenizer
 

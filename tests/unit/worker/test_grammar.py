@@ -35,7 +35,7 @@ SCHEMA = json.dumps(
 
 @pytest.fixture
 def backend() -> LlguidanceBackend:
-    return LlguidanceBackend(ByteVocabulary(), VOCAB)
+    return LlguidanceBackend(ByteVocabulary, VOCAB)
 
 
 def ids(mask: torch.Tensor) -> set[int]:
@@ -203,7 +203,7 @@ def test_a_bug_in_the_thread_reaches_the_loop():
 
 def test_the_runner_masks_with_the_grammar_of_each_row():
     model = ToyModel(("full",), vocab_size=VOCAB)
-    driver = Driver(model, grammars=GrammarCache(LlguidanceBackend(ByteVocabulary(), VOCAB)))
+    driver = Driver(model, grammars=GrammarCache(LlguidanceBackend(ByteVocabulary, VOCAB)))
     driver.runner.compile_grammar("regex", "yes|no")
     params = SamplingParams(temperature=0.0, regex="yes|no")
     tables, output = driver.tables(16), []
