@@ -1,0 +1,316 @@
+"""The prefix cache: tree and pools as one, from lookup to commit.
+
+    lookup   match + validate + plan            nothing changes
+    begin    lease what the plan reuses         page tables filled from the tree
+    reserve  blocks for more tokens             all groups or none; evicts if it must
+    commit   the worker confirmed writes        full pages go to the tree, duplicates are freed
+    finish   publish, checkpoint, release       the request's own blocks are freed
+
+Every block is in exactly one place: a pool's free list, its limbo, the tree, or one sequence.
+`audit` recounts that from first principles.
+
+This module does not schedule, and never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix import Freed, Match, Namespace, RadixTree, StampTable, TokenKey, Written
+from statewise.radix.need import first_token
+from statewise.radix.schema import CacheSchema, StateGroupSpec
+from statewise.runtime.cache.report import build_report
+from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.memory.block_pool import BlockPool
+from statewise.runtime.messages import CacheOptions, CacheReport
+from statewise.runtime.scheduler.batch import BlockCopy
+from statewise.runtime.scheduler.spans import Span
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What the tree offers a prompt, valid for one tree version."""
+
+    namespace: Namespace
+    match: Match | None  # None: the cache is off
+    position: int  # tokens reused
+    prompt_len: int
+    tree_version: tuple[int, int]
+
+    @property
+    def branch_position(self) -> int:
+        """Where trailing state should be kept for the next request; 0: nowhere."""
+        return (self.match.branch_position or 0) if self.match is not None else 0
+
+    def report(self) -> CacheReport:
+        """Why each prompt token is or is not reused."""
+        if self.match is None:
+            size = self.prompt_len
+            return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
+        return build_report(self.match, self.prompt_len, self.position)
+
+
+class PrefixCache:
+    """Owns the tree and the device pools of one engine."""
+
+    def __init__(
+        self, schema: CacheSchema, num_blocks: tuple[int, ...], *, enabled: bool = True
+    ) -> None:
+        self.schema = schema
+        self.enabled = enabled
+        self.stamp_table = StampTable()
+        self._stamps = self.stamp_table.of_schema(schema)
+        self.tree = RadixTree(schema, self._stamps)
+        self.pools = tuple(
+            BlockPool(group.name, count)
+            for group, count in zip(schema.groups, num_blocks, strict=True)
+        )
+        self.has_snapshots = any(g.kind.is_snapshot for g in schema.groups)
+        self._seq = 0
+        self._copies: list[BlockCopy] = []
+        self._live: set[Sequence] = set()
+        self.evicted_blocks = [0] * schema.num_groups
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever a lookup may answer differently."""
+        return self.tree.version, self._seq
+
+    # ---------------------------------------------------------------- lookup and begin
+
+    def lookup(
+        self, options: CacheOptions, tokens: Int32, limit: int, granularity: int = 1
+    ) -> Lookup:
+        """What a prompt could reuse: at most `limit` tokens, a multiple of `granularity`.
+
+        Changes nothing.
+        """
+        namespace = Namespace(options.salt, options.adapter)
+        if not self.enabled:
+            return Lookup(namespace, None, 0, len(tokens), self.version)
+        match = self.tree.match(namespace, TokenKey(tokens[:limit]))
+        position = match.intersection()[0] * self.schema.page_size
+        if position % granularity:
+            position = self._aligned_position(match, granularity)
+        return Lookup(namespace, match, position, len(tokens), self.version)
+
+    def _aligned_position(self, match: Match, granularity: int) -> int:
+        """Deepest resumable position that is a multiple of `granularity` and of the page."""
+        able = np.ones(match.logical_pages + 1, dtype=np.bool_)
+        for g in range(self.schema.num_groups):
+            able &= match.resumable(g)
+        positions = np.flatnonzero(able) * self.schema.page_size
+        return int(positions[positions % granularity == 0][-1])
+
+    def begin(self, lookup: Lookup, capacity_tokens: int) -> tuple[Sequence, list[Span]]:
+        """Lease what `lookup` reuses and lay out page tables; returns replays to run first."""
+        page = self.schema.page_size
+        sequence = Sequence(
+            self.schema.num_groups, -(-capacity_tokens // page), lookup.namespace
+        )
+        self._live.add(sequence)
+        if lookup.match is None:
+            return sequence, []
+        sequence.lease = self.tree.lease(lookup.match, lookup.position)
+        pages = lookup.position // page
+        sequence.num_pages = sequence.num_published = pages
+        for g, group in enumerate(self.schema.groups):
+            first = self._first_live_page(group, lookup.position)
+            sequence.live_from[g] = first
+            blocks = lookup.match.blocks(g)[first:pages]
+            sequence.tables[g][first:pages] = blocks
+            sequence.generations[g][first:pages] = self.pools[g].generations[blocks]
+        return sequence, []
+
+    def _first_live_page(self, group: StateGroupSpec, position: int) -> int:
+        """First page that a token at `position` or later reads."""
+        page = self.schema.page_size
+        return first_token(group, position) // page if group.kind.is_window else 0
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Give back everything `begin` and `reserve` took."""
+        for g, pool in enumerate(self.pools):
+            pool.free(sequence.owned(g))
+            sequence.tables[g][:] = -1
+        sequence.num_pages = sequence.num_published = 0
+        if sequence.lease is not None:
+            self._take_back(self.tree.release(sequence.lease))
+            sequence.lease = None
+        self._live.remove(sequence)
+
+    # ---------------------------------------------------------------- blocks
+
+    def available(self) -> tuple[int, ...]:
+        """Free plus evictable blocks per group."""
+        return tuple(
+            pool.num_free + self.tree.evictable(g) for g, pool in enumerate(self.pools)
+        )
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks for positions below `num_tokens` in every group, or `OutOfBlocksError`."""
+        new = -(-num_tokens // self.schema.page_size) - sequence.num_pages
+        if new <= 0:
+            return
+        for g in range(self.schema.num_groups):
+            self._make_room(g, new)
+        lo, hi = sequence.num_pages, sequence.num_pages + new
+        for g, pool in enumerate(self.pools):
+            blocks = pool.allocate(new)
+            sequence.tables[g][lo:hi] = blocks
+            sequence.generations[g][lo:hi] = pool.generations[blocks]
+        sequence.num_pages = hi
+
+    def _make_room(self, group: int, count: int) -> None:
+        pool = self.pools[group]
+        if pool.num_free >= count:
+            return
+        freed = self.tree.evict(group, count - pool.num_free)
+        self._take_back(freed)
+        for g in range(self.schema.num_groups):
+            self.evicted_blocks[g] += freed.num(g)
+        if pool.num_free < count:
+            raise OutOfBlocksError(pool.group, count, pool.num_free)
+
+    def _take_back(self, freed: Freed) -> None:
+        for pool, blocks in zip(self.pools, freed.blocks, strict=True):
+            pool.free(blocks)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Block copies that must run before the next step's rows."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    # ---------------------------------------------------------------- commit and finish
+
+    def commit(
+        self,
+        sequence: Sequence,
+        tokens: Int32,
+        num_computed: int,
+        publishable: int,
+        checkpoints: list[int],
+    ) -> None:
+        """State of positions below `num_computed` is written; full pages below `publishable` are
+        handed to the tree. Trailing state at each of `checkpoints` is marked as worth keeping.
+        """
+        lease = sequence.lease
+        if lease is not None:
+            if publishable // self.schema.page_size > sequence.num_published:
+                self._publish(sequence, tokens, publishable, num_computed)
+            else:
+                self.tree.advance(lease, num_computed)
+            for position in checkpoints:
+                if position <= sequence.num_published * self.schema.page_size:
+                    self.tree.keep(lease, position, "mark")
+        self._drop_left_behind(sequence, num_computed)
+
+    def _publish(
+        self, sequence: Sequence, tokens: Int32, publishable: int, position: int
+    ) -> None:
+        pages = publishable // self.schema.page_size
+        assert sequence.lease is not None
+        self._seq += 1
+        generations = tuple(pool.generations for pool in self.pools)
+        published = self.tree.publish(
+            sequence.lease,
+            TokenKey(tokens[: pages * self.schema.page_size]),
+            pages,
+            sequence.tables,
+            Written(self._stamps, self._seq, generations),
+            position,
+        )
+        sequence.num_published = published.num_pages
+        for duplicates in published.duplicates:
+            g = duplicates.group
+            sequence.tables[g][duplicates.pages] = duplicates.tree_blocks
+            sequence.generations[g][duplicates.pages] = duplicates.tree_generations
+            self.pools[g].free(duplicates.own_blocks)
+        self._take_back(published.freed)
+
+    def _drop_left_behind(self, sequence: Sequence, position: int) -> None:
+        """Forget window pages that no later token reads; free those that are the request's own."""
+        for g, group in enumerate(self.schema.groups):
+            first = self._first_live_page(group, position)
+            old = sequence.live_from[g]
+            if first <= old:
+                continue
+            own_from = max(old, sequence.num_published)
+            if own_from < first:
+                self.pools[g].free(sequence.tables[g][own_from:first].copy())
+            sequence.tables[g][old:first] = -1
+            sequence.live_from[g] = first
+
+    def finish(self, sequence: Sequence, *, checkpoint: bool) -> None:
+        """Give back everything the request held; what it published stays cached.
+
+        `checkpoint`: keep the trailing state at the last published page.
+        """
+        if sequence.lease is not None and checkpoint and sequence.num_published:
+            self.tree.keep(sequence.lease, sequence.num_published * self.schema.page_size)
+        self.cancel(sequence)
+
+    # ---------------------------------------------------------------- epochs, leases, questions
+
+    def open_epoch(self, epoch: int) -> None:
+        """A step begins that may read owned blocks."""
+        for pool in self.pools:
+            pool.open_epoch(epoch)
+
+    def close_epoch(self, epoch: int) -> None:
+        """The step's reads are complete."""
+        for pool in self.pools:
+            pool.close_epoch(epoch)
+
+    def verify_leases(self) -> None:
+        """Assert, just before a forward pass, that no block of any sequence was given away."""
+        for sequence in self._live:
+            for g, pool in enumerate(self.pools):
+                lo, hi = sequence.live_from[g], sequence.num_pages
+                blocks = sequence.tables[g][lo:hi]
+                held = sequence.generations[g][lo:hi]
+                assert (pool.generations[blocks] == held).all(), f"{pool.group}: a lease is stale"
+
+    def flush(self) -> dict[str, int]:
+        """Drop every cached page that no lease protects; returns blocks freed per group."""
+        freed = self.tree.flush()
+        self._take_back(freed)
+        return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
+
+    def pool_stats(self) -> dict[str, dict[str, int]]:
+        """Blocks by place, per group."""
+        out = {}
+        for g, pool in enumerate(self.pools):
+            running = sum(len(sequence.owned(g)) for sequence in self._live)
+            out[pool.group] = {
+                "total": pool.num_blocks,
+                "free": pool.num_free,
+                "limbo": pool.num_limbo,
+                "cached": pool.num_owned - running,
+                "evictable": self.tree.evictable(g),
+                "running": running,
+                "evicted": self.evicted_blocks[g],
+            }
+        return out
+
+    def audit(self) -> None:
+        """Assert that every block of every pool is in exactly one place."""
+        self.tree.audit([s.lease for s in self._live if s.lease is not None])
+        for g, pool in enumerate(self.pools):
+            places = [pool.free_blocks(), pool.limbo_blocks(), self.tree.blocks(g)]
+            places += [sequence.owned(g) for sequence in self._live]
+            counts = np.bincount(np.concatenate(places), minlength=pool.num_blocks)
+            wrong = np.flatnonzero(counts != 1)
+            assert len(wrong) == 0, (
+                f"{pool.group}: blocks {wrong[:8].tolist()} are in {counts[wrong[:8]].tolist()} places"
+            )
+
+    def dump(self) -> dict[str, Any]:
+        """The tree and the pools as JSON-able data."""
+        return {"tree": self.tree.dump(), "pools": self.pool_stats()}

@@ -1,0 +1,57 @@
+"""A running request's blocks in order, per group: its page tables and who owns what.
+
+    page      0 ........ num_published ........ num_pages
+              |  tree's blocks, leased  |  own blocks  |
+
+A window group's entries below `live_from[g]` are -1: those blocks went back (to the tree or the
+pool) when the window moved on. Snapshot groups keep their working block at index 0.
+
+This module does not allocate or free: `PrefixCache` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from statewise.radix import Lease
+
+Int32 = NDArray[np.int32]
+
+
+class Sequence:
+    """Page tables of one admitted request; owned by the prefix cache."""
+
+    def __init__(self, num_groups: int, capacity_pages: int, namespace: object) -> None:
+        self.namespace = namespace
+        self.capacity_pages = capacity_pages
+        self.tables: list[Int32] = [
+            np.full(capacity_pages, -1, dtype=np.int32) for _ in range(num_groups)
+        ]
+        # Pool generation of each table entry when it was taken: checked before every step.
+        self.generations: list[Int32] = [
+            np.zeros(capacity_pages, dtype=np.int32) for _ in range(num_groups)
+        ]
+        self.num_pages = 0  # pages with blocks
+        self.num_published = 0  # pages whose blocks belong to the tree
+        self.live_from: list[int] = [0] * num_groups  # first page that may hold a block
+        self.context_starts: list[int] = [0] * num_groups  # first position that may be read
+        self.lease: Lease | None = None
+        # Blocks a repair wrote below num_published, per group: page -> own block.
+        self.repaired: dict[int, dict[int, int]] = {}
+
+    def views(self) -> tuple[Int32, ...]:
+        """Page tables up to the last page with a block."""
+        return tuple(table[: self.num_pages] for table in self.tables)
+
+    def owned(self, group: int) -> Int32:
+        """Blocks of `group` that belong to this request alone."""
+        own = self.tables[group][self.num_published : self.num_pages]
+        own = own[own >= 0]
+        extra = self.repaired.get(group)
+        if extra:
+            own = np.concatenate([own, np.fromiter(extra.values(), dtype=np.int32)])
+        return own

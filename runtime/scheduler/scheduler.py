@@ -1,0 +1,346 @@
+"""Which tokens run in the next step.
+
+    step(): 1. decode rows        one token for each decoding request, oldest first
+            2. prefill rows       next chunk of running prefills, within the token budget
+            3. admissions         waiting requests, while budget, places and blocks last
+
+All three share one token budget, so a long prompt never stalls decoding. When blocks run out the
+youngest running request is preempted: its state stays in the tree as cache, its tokens are kept,
+and it queues again; the oldest running request is never preempted, so the whole always advances.
+
+Deterministic mode cuts prompts at multiples of the chunk size only, reuses state only there and
+publishes only whole aligned chunks: a hit then runs the very same kernel calls as a miss.
+
+This module does not touch tensors, sockets or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.scheduler.admission import Admission
+from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
+from statewise.runtime.scheduler.inflight import InflightPrefixes
+from statewise.runtime.scheduler.policy import is_aged, order
+from statewise.runtime.scheduler.request import Request, RequestStatus
+from statewise.runtime.scheduler.rows import build_row
+from statewise.runtime.scheduler.spans import Span
+
+# Waiting requests tried past the first that does not fit (unless that one is aged).
+MAX_BYPASS = 4
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one scheduler."""
+
+    token_budget: int  # tokens of one step
+    max_running: int
+    max_wait_s: float
+    policy: str
+    deterministic: bool
+    eos_ids: frozenset[int]
+    num_layers: int
+    checkpoint_interval: int  # tokens
+
+
+class Scheduler:
+    """Owns the waiting and running requests of one engine."""
+
+    def __init__(
+        self, config: SchedulerConfig, schema: CacheSchema, cache: PrefixCache, admission: Admission
+    ) -> None:
+        self.config = config
+        self.schema = schema
+        self.cache = cache
+        self.admission = admission
+        self.waiting: dict[str, Request] = {}
+        self.running: list[Request] = []  # in order of admission
+        self.num_preemptions = 0
+        self.newly_admitted: list[Request] = []  # admitted by the last `schedule`
+        self._all_groups = (1 << schema.num_groups) - 1
+        self._step_id = 0
+
+    # ---------------------------------------------------------------- requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        assert request.status is RequestStatus.WAITING
+        self.waiting[request.rid] = request
+
+    def remove(self, request: Request, *, keep_state: bool) -> None:
+        """Take a request out for good and give its blocks back at once.
+
+        `keep_state`: what it computed stays cached, its end a checkpoint.
+        """
+        self.waiting.pop(request.rid, None)
+        if request in self.running:
+            self.running.remove(request)
+        if request.sequence is not None:
+            self.cache.finish(request.sequence, checkpoint=keep_state)
+            request.sequence = None
+
+    def _preempt(self, victim: Request) -> None:
+        assert victim.sequence is not None
+        self.cache.finish(victim.sequence, checkpoint=True)
+        victim.sequence = None
+        victim.num_computed = 0
+        victim.lookup = None
+        victim.replays.clear()
+        victim.num_retractions += 1
+        if not victim.prompt_logprobs_done:
+            victim.prompt_logprobs.clear()
+        victim.become(RequestStatus.WAITING)
+        self.running.remove(victim)
+        self.waiting[victim.rid] = victim
+        self.num_preemptions += 1
+        self.admission.reserve.preempted()
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        """The next step's work, or None when nothing can run. Blocks are reserved for it."""
+        self.newly_admitted = []
+        rows: dict[str, BatchRow] = {}
+        budget = self.config.token_budget
+        preempted = self.num_preemptions
+        decodes = self._add_decodes(rows)
+        budget -= 0 if self.config.deterministic else decodes  # an aligned chunk needs it whole
+        budget -= self._add_prefills(rows, budget)
+        if self.num_preemptions == preempted and self._may_admit(budget):
+            self._add_admissions(rows, budget, now)
+            self.admission.reserve.step()
+        if not rows:
+            return None
+        self._step_id += 1
+        return ScheduledBatch(
+            self._step_id,
+            tuple(rows.values()),
+            copies_before=self.cache.take_copies(),
+            deterministic=self.config.deterministic,
+        )
+
+    def _may_admit(self, budget: int) -> bool:
+        if self.config.deterministic and budget < self.config.token_budget:
+            return False
+        return bool(self.waiting) and budget > 0 and len(self.running) < self.config.max_running
+
+    def _add_decodes(self, rows: dict[str, BatchRow]) -> int:
+        used = 0
+        for request in [r for r in self.running if r.is_decoding]:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for an older one just now
+            if self._reserve(request, request.num_tokens, rows):
+                rows[request.rid] = self._row(request, self._next_span(request, 1))
+                used += 1
+        return used
+
+    def _add_prefills(self, rows: dict[str, BatchRow], budget: int) -> int:
+        used = 0
+        for request in [r for r in self.running if not r.is_decoding]:
+            if request.status is not RequestStatus.RUNNING or used >= budget:
+                continue
+            used += self._add_chunk(request, rows, budget - used)
+        return used
+
+    def _add_chunk(self, request: Request, rows: dict[str, BatchRow], budget: int) -> int:
+        """Add the request's next chunk, smaller where blocks are short; returns its tokens."""
+        limit = budget
+        while limit > 0:
+            span = self._next_span(request, limit)
+            size = span.end - span.start
+            if size == 0:
+                return 0
+            last_try = size <= self.schema.page_size or self.config.deterministic
+            if self._reserve(request, span.end, rows, may_preempt=last_try):
+                rows[request.rid] = self._row(request, span)
+                return size
+            if last_try:
+                return 0
+            limit = size // 2
+        return 0
+
+    def _next_span(self, request: Request, limit: int) -> Span:
+        """The request's next run of tokens, at most `limit` long; empty if it cannot be cut so."""
+        if request.replays:
+            replay = request.replays[0]
+            end = min(replay.end, replay.start + limit)
+            return Span(replay.start, end, replay.write_groups, replay.num_layers, is_replay=True)
+        start = request.num_computed
+        end = min(start + limit, request.num_tokens)
+        if self.config.deterministic:
+            end = self._aligned_end(request, start, limit)
+        stops = [c for c in request.checkpoints if start < c < end]
+        if stops and self.cache.has_snapshots:
+            end = min(stops)
+        return Span(start, end, self._all_groups, self.config.num_layers)
+
+    def _aligned_end(self, request: Request, start: int, limit: int) -> int:
+        if start >= request.prompt_len:
+            return start + 1  # generated tokens are always computed one by one
+        chunk = self.config.token_budget
+        end = min((start // chunk + 1) * chunk, request.prompt_len)
+        return end if end - start <= limit else start
+
+    def _reserve(
+        self,
+        request: Request,
+        num_tokens: int,
+        rows: dict[str, BatchRow],
+        *,
+        may_preempt: bool = True,
+    ) -> bool:
+        """Blocks for `num_tokens` tokens, preempting younger requests without a row if needed."""
+        assert request.sequence is not None
+        while True:
+            try:
+                self.cache.reserve(request.sequence, num_tokens)
+                return True
+            except OutOfBlocksError:
+                victim = self._victim(request, rows) if may_preempt else None
+                if victim is None:
+                    return False
+                self._preempt(victim)
+
+    def _victim(self, request: Request, rows: dict[str, BatchRow]) -> Request | None:
+        """The youngest running request without a row, not older than `request`."""
+        for candidate in reversed(self.running):
+            if candidate is request:
+                break
+            if candidate.rid not in rows:
+                return candidate
+        return None  # older ones finish or preempt this one; it waits a step
+
+    # ---------------------------------------------------------------- admission
+
+    def _add_admissions(self, rows: dict[str, BatchRow], budget: int, now: float) -> None:
+        inflight = InflightPrefixes(self.schema.page_size, self.running)
+        queue = order(
+            self.waiting.values(),
+            self.config.policy,
+            now,
+            self.config.max_wait_s,
+            lambda r: self._lookup(r).position,
+        )
+        bypassed = 0
+        for request in queue:
+            if not self._may_admit(budget):
+                return
+            used = self._try_admit(request, rows, budget, inflight)
+            budget -= used
+            if used == 0 and request.blocked_reason.startswith("blocks"):
+                bypassed += 1
+                if bypassed > MAX_BYPASS or is_aged(request, now, self.config.max_wait_s):
+                    return
+
+    def _lookup(self, request: Request) -> Lookup:
+        """What the tree offers the request now; repeated only when the tree has changed."""
+        if request.lookup is None or request.lookup.tree_version != self.cache.version:
+            known = request.tokens[: request.num_tokens]
+            unit = self.config.token_budget if self.config.deterministic else 1
+            options = request.message.cache
+            request.lookup = self.cache.lookup(options, known, request.reuse_limit, unit)
+        return request.lookup
+
+    def _try_admit(
+        self,
+        request: Request,
+        rows: dict[str, BatchRow],
+        budget: int,
+        inflight: InflightPrefixes,
+    ) -> int:
+        """Admit `request` with its first chunk; returns its tokens, 0 if it waits on."""
+        lookup = self._lookup(request)
+        provider = inflight.provider_of(request, lookup.position)
+        if provider is not None and not self.config.deterministic:
+            other, shared = provider
+            other.checkpoints.add(shared)  # keep the trailing state where this one will resume
+            request.blocked_reason = f"prefix: {other.rid} is computing it"
+            return 0
+        sequence, replays = self.cache.begin(lookup, len(request.tokens))
+        request.sequence = sequence
+        request.replays = replays
+        shortage = self.admission.shortage(request, self.running, self.cache.available())
+        if shortage is not None:
+            self._give_up(
+                request,
+                f"blocks: group {shortage.group!r} has {shortage.available} to spare, "
+                f"{shortage.needed} needed",
+            )
+            return 0
+        request.num_computed = lookup.position
+        self._mark_checkpoints(request, lookup.branch_position)
+        request.become(RequestStatus.RUNNING)
+        self.running.append(request)
+        del self.waiting[request.rid]
+        used = self._add_chunk(request, rows, budget)
+        if used == 0:
+            self.running.remove(request)
+            request.become(RequestStatus.WAITING)
+            self.waiting[request.rid] = request
+            self._give_up(request, "blocks: no room for its next chunk")
+            return 0
+        request.blocked_reason = ""
+        request.prefill_target = request.num_tokens
+        if request.report is None:
+            request.report = lookup.report()
+        self.newly_admitted.append(request)
+        inflight.add(request)
+        return used
+
+    def _give_up(self, request: Request, reason: str) -> None:
+        assert request.sequence is not None
+        self.cache.cancel(request.sequence)
+        request.sequence = None
+        request.replays = []
+        request.num_computed = 0
+        request.blocked_reason = reason
+
+    def _mark_checkpoints(self, request: Request, branch_position: int) -> None:
+        """Positions at which the trailing state will be kept once computed."""
+        page = self.schema.page_size
+        every = self.config.checkpoint_interval
+        marks: Iterable[int] = range(every, request.num_tokens, every) if every else ()
+        request.checkpoints.update(m - m % page for m in marks)
+        if branch_position > request.num_computed:
+            request.checkpoints.add(branch_position)
+        if request.message.cache.checkpoint:
+            request.checkpoints.add(request.prompt_len - request.prompt_len % page)
+        request.checkpoints = {c for c in request.checkpoints if c > request.num_computed}
+
+    # ---------------------------------------------------------------- after a step
+
+    def advance(self, request: Request, row: BatchRow) -> None:
+        """The worker has completed `row`: its writes may be published."""
+        assert request.sequence is not None
+        if row.kind is RowKind.REPLAY:
+            self._advance_replay(request, row)
+            return
+        request.num_computed = row.end
+        publishable = row.end
+        if self.config.deterministic:
+            chunk = self.config.token_budget
+            publishable = min(row.end, request.prompt_len // chunk * chunk)
+        passed = sorted(c for c in request.checkpoints if c <= row.end)
+        self.cache.commit(
+            request.sequence, request.tokens, row.end, publishable, checkpoints=passed
+        )
+        request.checkpoints.difference_update(passed)
+
+    def _advance_replay(self, request: Request, row: BatchRow) -> None:
+        span = request.replays.pop(0)
+        if row.end < span.end:
+            request.replays.insert(
+                0, Span(row.end, span.end, span.write_groups, span.num_layers, is_replay=True)
+            )
+            return
+        assert request.sequence is not None
+        self.cache.replayed(request.sequence, request.tokens, span.end, span.write_groups)
+
+    def _row(self, request: Request, span: Span) -> BatchRow:
+        assert request.sequence is not None
+        return build_row(request, span, self.config.eos_ids)
