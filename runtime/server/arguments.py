@@ -57,6 +57,7 @@ def make_parser(prog: str) -> Parser:
     """Return the parser of `ServerArgs`; what is not given stays absent from the result."""
     parser = Parser(
         prog=prog,
+        usage="%(prog)s --model-path MODEL [--port PORT] [--config FILE] [...]",
         description="Serve a language model over HTTP, reusing cached state where it is exact.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

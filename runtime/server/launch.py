@@ -28,7 +28,7 @@ from statewise.runtime.server.broker import Broker
 from statewise.runtime.server.http.app import make_app
 from statewise.runtime.server.metrics import Metrics
 from statewise.runtime.server.rpc import RpcEndpoint, check_rpc_settings
-from statewise.runtime.server.service import Service
+from statewise.runtime.server.service import Service, model_name_of
 from statewise.runtime.server.supervisor import MODULES, Supervisor
 
 ABORT_GRACE_S = 0.5  # for terminal events of aborted requests to reach their clients
@@ -72,8 +72,7 @@ class Server:
         self._clock = SystemClock()
         self._listener = bind(args.host, args.port)
         self._directory = links.SocketDirectory()
-        name = args.served_model_name or args.model_path
-        metrics = Metrics(name, with_sglang_names=args.sglang_metrics)
+        metrics = Metrics(model_name_of(args), with_sglang_names=args.sglang_metrics)
         inbox = self._directory.address(links.SERVER, 0)
         self._broker = Broker(inbox, args.max_queued_requests, self._clock, metrics)
         self._service = Service(args, self._broker, metrics, self._clock)

@@ -30,6 +30,11 @@ SECRET_SETTINGS = ("api_key", "admin_api_key", "rpc_secret_key_file")
 log = logging.getLogger(__name__)
 
 
+def model_name_of(args: ServerArgs) -> str:
+    """Return the name in responses: the one asked for, or the model path's last part."""
+    return args.served_model_name or Path(args.model_path).name or args.model_path
+
+
 class Service:
     """One server's shared state. Implements the supervisor's `Listener`."""
 
@@ -99,7 +104,7 @@ class Service:
     @property
     def model_name(self) -> str:
         """The name in responses."""
-        return self.args.served_model_name or Path(self.args.model_path).name
+        return model_name_of(self.args)
 
     def info(self, process: str) -> dict[str, Any]:
         """Return what a process said when it became ready; empty before."""

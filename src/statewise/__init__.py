@@ -46,12 +46,13 @@ if TYPE_CHECKING:
         user_end,
         video,
     )
-    from statewise.frontend.rpc_client import RpcClient
+    from statewise.frontend.rpc_client import AsyncRpcClient, RpcClient
     from statewise.runtime.engine.engine import Engine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncRpcClient",
     "BackendError",
     "Engine",
     "OpenAI",
@@ -89,6 +90,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncRpcClient": "statewise.frontend.rpc_client",
     "Engine": "statewise.runtime.engine.engine",
     "RpcClient": "statewise.frontend.rpc_client",
 }
