@@ -9,6 +9,7 @@ This module reads no file, no environment and no machine.
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any
 
 import msgspec
@@ -186,10 +187,15 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked(settings: dict[str, Any]) -> ServerArgs:
-    """Build `ServerArgs` from plain values, checking types, ranges and choices.
+    """Build `ServerArgs` from plain values, checking names, types, ranges and choices.
 
-    Raises InvalidRequestError that names the setting.
+    Raises InvalidRequestError that names the setting, and the nearest one for an unknown name.
     """
+    for name in settings:
+        if name not in ServerArgs.__struct_fields__:
+            near = difflib.get_close_matches(name, ServerArgs.__struct_fields__, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidRequestError(f"unknown setting {name!r}{hint}")
     try:
         args = msgspec.convert(settings, ServerArgs)
     except msgspec.ValidationError as error:

@@ -107,7 +107,11 @@ def build_runtime(
     info = inspect_model(args.model_path, args.context_length)
     _check_format(args, info)
     dtype = _dtype(args.dtype, info.dtype, "dtype")
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else _dtype(args.kv_cache_dtype, "", "kv")
+    kv_dtype = (
+        dtype
+        if args.kv_cache_dtype == "auto"
+        else _dtype(args.kv_cache_dtype, "", "kv_cache_dtype")
+    )
     backend, ops = _kernels(args, kv_dtype)
     options = LoadOptions(
         dtype=dtype,

@@ -23,12 +23,12 @@ class GenerateArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What `Engine.generate` takes. Exactly one of `prompt` and `input_ids`."""
 
     prompt: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int] | list[list[int]] | None = None
+    token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
     priority: int | None = None
