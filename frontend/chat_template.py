@@ -193,8 +193,8 @@ def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -75,7 +75,7 @@ class EngineBackend(NativeBackend):
 
 
 def _as_arguments(body: Body) -> Body:
-    """Name the fields as the engine does: it takes the text as `prompt`, as its callers write it."""
+    """Name the fields as the engine does: it takes the text as `prompt`."""
     body = dict(body)
     if "text" in body:
         body["prompt"] = body.pop("text")

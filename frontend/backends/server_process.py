@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from typing import Any
@@ -25,7 +28,8 @@ STOP_TIMEOUT_S = 10.0
 class Runtime:
     """A server process and its endpoint.
 
-    Keyword arguments are the server's settings by name (`model_path="..."`, `page_size=16`).
+    Keyword arguments are the server's settings by name (`model_path="..."`, `page_size=16`); they
+    travel in a private file, so that keys don't show in the list of processes.
     Raises `BackendError` when the server ends, or is not healthy within `launch_timeout` seconds.
     """
 
@@ -36,12 +40,11 @@ class Runtime:
         settings.setdefault("port", _free_port(settings["host"]))
         self.url = f"http://{settings['host']}:{settings['port']}"
         self.endpoint = RuntimeEndpoint(self.url, settings.get("api_key"))
+        self._config = _written({"log_level": log_level, **settings})
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "statewise.launch_server"),
-                *command_line({"log_level": log_level, **settings}),
-            ],
+            [sys.executable, "-P", "-m", "statewise.launch_server", "--config", self._config],
             stdin=subprocess.DEVNULL,
+            env=_environment_without(settings),
         )
         self._stop = weakref.finalize(self, _stop, self._process)
         atexit.register(self._stop)
@@ -50,6 +53,8 @@ class Runtime:
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            os.unlink(self._config)
 
     @property
     def pid(self) -> int | None:
@@ -100,18 +105,18 @@ class Runtime:
         raise BackendError(f"the server was not ready within {timeout_s:g} s")
 
 
-def command_line(settings: dict[str, Any]) -> list[str]:
-    """Write settings as the server's command line: `--name value`, `--flag`, `--no-flag`."""
-    words: list[str] = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
+def _written(settings: dict[str, Any]) -> str:
+    """Write settings to a file only this user can read; JSON is YAML, which the server reads."""
+    handle, path = tempfile.mkstemp(prefix="statewise-", suffix=".yaml")
+    with os.fdopen(handle, "w") as file:
+        json.dump({name: value for name, value in settings.items() if value is not None}, file)
+    return path
+
+
+def _environment_without(settings: dict[str, Any]) -> dict[str, str]:
+    """Return this environment less what would go over the settings given here."""
+    taken = {f"STATEWISE_{name.upper()}" for name in settings}
+    return {name: value for name, value in os.environ.items() if name not in taken}
 
 
 def _free_port(host: str) -> int:
