@@ -49,6 +49,7 @@ class Door:
                 await self._app(scope, receive, counted)
             else:
                 error = UnauthorizedError("the API key is missing or wrong")
+                self._service.metrics.failed(error.code)
                 await response_of(error)(scope, receive, counted)
         finally:
             self._note(scope, status, clock.monotonic() - started)

@@ -56,9 +56,10 @@ def response_of(error: OperatingError) -> Response:
     return JsonResponse(body, status_code=status, headers=headers)
 
 
-async def on_operating_error(_request: Request, error: Exception) -> Response:
-    """Answer an operating error that a route raised."""
+async def on_operating_error(request: Request, error: Exception) -> Response:
+    """Answer and count an operating error that a route raised."""
     assert isinstance(error, OperatingError)
+    request.app.state.service.metrics.failed(error.code)
     return response_of(error)
 
 

@@ -69,6 +69,7 @@ class SseResponse(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                 await _send_part(send, event(data))
         except OperatingError as error:
+            scope["app"].state.service.metrics.failed(error.code)
             if not started:
                 await response_of(error)(scope, receive, send)
                 return
