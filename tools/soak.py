@@ -249,15 +249,24 @@ async def watch(server: serving.Server, until: float, tally: Tally) -> list[Samp
     return samples
 
 
-def pools_of(info: Any) -> Any:
-    """Find the block pools' counts in the server's description."""
+def _find(info: Any, key: str) -> Any:
+    """Find the first value of `key` at any depth; None where there is none."""
     if isinstance(info, dict):
-        if "pools" in info:
-            return info["pools"]
-        for value in info.values():
-            if (found := pools_of(value)) is not None:
-                return found
-    return None
+        if key in info:
+            return info[key]
+        info = list(info.values())
+    parts = info if isinstance(info, list) else ()
+    return next((found for part in parts if (found := _find(part, key)) is not None), None)
+
+
+def pools_of(info: Any) -> dict[str, dict[str, int]]:
+    """Return each pool's blocks by place, without what only counts up."""
+    pools = _find(info, "pools")
+    assert pools, "the server's description has no pools"
+    return {
+        name: {place: n for place, n in counts.items() if place != "evicted"}
+        for name, counts in pools.items()
+    }
 
 
 def leak_problems(samples: list[Sample]) -> list[str]:
@@ -289,19 +298,11 @@ async def quiesce(server: serving.Server) -> dict[str, Any]:
     info: dict[str, Any] = {}
     for _ in range(120):
         info = await server.info()
-        if _open_requests(info) == 0:
+        if _find(info, "num_open") == 0:
             break
         await asyncio.sleep(0.5)
     await server.flush()
     return await server.info()
-
-
-def _open_requests(info: Any) -> int:
-    if isinstance(info, dict):
-        if "num_open" in info:
-            return int(info["num_open"])
-        return sum(_open_requests(v) for v in info.values())
-    return 0
 
 
 async def soak(server: serving.Server, args: argparse.Namespace) -> dict[str, Any]:

@@ -45,10 +45,13 @@ def test_warming_up_is_no_leak() -> None:
 
 
 def test_counts_are_found_wherever_they_are() -> None:
-    info = {"model": "m", "internal": [1], "scheduler": {"num_open": 3, "pools": {"full": 1}}}
-    assert soak.pools_of(info) == {"full": 1}
-    assert soak.pools_of({"model": "m"}) is None
-    assert soak._open_requests(info) == 3
+    pools = {"full": {"free": 5, "evicted": 9}}
+    info = {"model": {"a": [1]}, "internal_states": [{"num_open": 0, "pools": pools}]}
+    assert soak.pools_of(info) == {"full": {"free": 5}}
+    assert soak._find(info, "num_open") == 0
+    assert soak._find(info, "absent") is None
+    with pytest.raises(AssertionError, match="no pools"):
+        soak.pools_of({"model": "m"})
 
 
 def test_prompts_share_prefixes_and_fit() -> None:
