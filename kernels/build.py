@@ -112,16 +112,22 @@ def _build_lock(target: Path) -> Iterator[None]:
         yield
 
 
-def build_if_needed(target: Path, current_digest: str | None) -> None:
-    """Compile unless `target` was, meanwhile, built by another process.
+def modified_ns(target: Path) -> int | None:
+    """When `target` was built, in ns; None where it is not there."""
+    try:
+        return target.stat().st_mtime_ns
+    except OSError:
+        return None
 
-    `current_digest` is what the library at `target` says of itself, None where there is none.
+
+def build_if_needed(target: Path, built_before: int | None) -> None:
+    """Compile unless another process has built `target` meanwhile.
+
+    `built_before` is `modified_ns(target)` from when the caller found it missing or stale.
     """
-    before = target.stat().st_mtime_ns if current_digest is not None else None
     with _build_lock(target):
-        if target.exists() and target.stat().st_mtime_ns != before:
-            return
-        compile_library(target)
+        if modified_ns(target) == built_before:
+            compile_library(target)
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
-from statewise.kernels.layout import block_layout_id, block_shape, check_layout
+from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 DTYPES = (torch.bfloat16, torch.float16)
@@ -66,19 +66,12 @@ class PageLists:
     mask: Tensor | None  # [sum n*S] bool, where a first page is not readable from its beginning
 
 
-def first_readable(geometry: AttentionGeometry, start: int, first_query: int) -> int:
-    """First position that a row's first query may read."""
-    if geometry.window <= 0:
-        return start
-    return max(start, first_query - geometry.window + 1)
-
-
 def page_lists(geometry: AttentionGeometry, layout: BatchLayout) -> PageLists:
     """Turn a step's layout into page lists; rows without tokens disappear."""
     page = geometry.page_size
     starts = layout.query_starts.tolist()
-    qo, kv, indices, last, masks = [0], [0], [], [], []
-    written, batch, positions = [], [], []
+    qo, kv, indices, last = [0], [0], [], []
+    written, batch, positions, spans = [], [], [], []
     needs_mask = False
     columns = (layout.context_lens, layout.context_starts, layout.write_mask)
     rows = zip(*(c.tolist() for c in columns), strict=True)
@@ -86,14 +79,14 @@ def page_lists(geometry: AttentionGeometry, layout: BatchLayout) -> PageLists:
         count = starts[r + 1] - starts[r]
         if count == 0:
             continue
-        lo = min(first_readable(geometry, start, context - count), context - count)
+        lo = min(readable_start(geometry, start, context - count), context - count)
         base = lo // page * page
         indices.append(layout.page_table[r, lo // page : -(-context // page)])
         qo.append(starts[r + 1])
         kv.append(kv[-1] + indices[-1].shape[0])
         last.append((context - 1) % page + 1)
         needs_mask = needs_mask or start > base
-        masks.append(_row_mask(geometry, count, context, start, base))
+        spans.append((count, context, start, base))
         if writes:
             written.append(torch.arange(starts[r], starts[r + 1]))
             batch.append(torch.full((count,), len(last) - 1, dtype=torch.int32))
@@ -106,7 +99,7 @@ def page_lists(geometry: AttentionGeometry, layout: BatchLayout) -> PageLists:
         written=_joined(written, torch.int64),
         batch_indices=_joined(batch, torch.int32),
         positions=_joined(positions, torch.int32),
-        mask=_joined([m() for m in masks], torch.bool) if needs_mask else None,
+        mask=_joined([_visible(geometry, s) for s in spans], torch.bool) if needs_mask else None,
     )
 
 
@@ -114,18 +107,15 @@ def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def _row_mask(geometry: AttentionGeometry, count: int, context: int, start: int, base: int) -> Any:
-    """Function of nothing that builds the row's flat visibility mask over listed positions."""
-
-    def build() -> Tensor:
-        queries = torch.arange(context - count, context).unsqueeze(1)
-        keys = torch.arange(base, context).unsqueeze(0)
-        visible = (keys <= queries) & (keys >= start)
-        if geometry.window > 0:
-            visible &= keys > queries - geometry.window
-        return visible.flatten()
-
-    return build
+def _visible(geometry: AttentionGeometry, row: tuple[int, int, int, int]) -> Tensor:
+    """[n*S] whether each query of a row (n, context, start, base) sees each listed position."""
+    count, context, start, base = row
+    queries = torch.arange(context - count, context).unsqueeze(1)
+    keys = torch.arange(base, context).unsqueeze(0)
+    visible = (keys <= queries) & (keys >= start)
+    if geometry.window > 0:
+        visible &= keys > queries - geometry.window
+    return visible.flatten()
 
 
 @dataclass(frozen=True)
@@ -146,8 +136,9 @@ class FlashInferPlan:
 class FlashInferAttention:
     """Paged attention by FlashInfer.
 
-    `library` stands in for the flashinfer module (tests). Every plan has a wrapper of its own, and
-    all share one workspace on the device: plans are used one after the other.
+    `library` stands in for the flashinfer module (tests). Wrappers own buffers, so there is one for
+    each geometry and kind of step: planning a group again ends its previous plan. All share one
+    workspace on the device, since plans run one after the other.
     """
 
     name = "flashinfer"
@@ -156,6 +147,7 @@ class FlashInferAttention:
         self._library = importlib.import_module("flashinfer") if library is None else library
         self._device = torch.device(device)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._wrappers: dict[tuple[AttentionGeometry, str], Any] = {}
 
     def layout_id(self, geometry: AttentionGeometry) -> str:
         """Word for [2, Hkv, P, D] blocks: the same bytes as the CPU backends'."""
@@ -230,10 +222,17 @@ class FlashInferAttention:
             return self._decode_wrapper(geometry, lists)
         return self._prefill_wrapper(geometry, lists)
 
+    def _wrapper(self, geometry: AttentionGeometry, kind: Any, **options: Any) -> Any:
+        key = (geometry, kind.__name__)
+        if key not in self._wrappers:
+            self._wrappers[key] = kind(
+                self._workspace, kv_layout=KV_LAYOUT, backend="fa2", **options
+            )
+        return self._wrappers[key]
+
     def _decode_wrapper(self, geometry: AttentionGeometry, lists: PageLists) -> Any:
-        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, kv_layout=KV_LAYOUT, use_tensor_cores=True, backend="fa2"
-        )
+        kind = self._library.BatchDecodeWithPagedKVCacheWrapper
+        wrapper = self._wrapper(geometry, kind, use_tensor_cores=True)
         wrapper.plan(
             indptr=lists.kv_indptr,
             indices=self._on_device(lists.kv_indices),
@@ -244,9 +243,7 @@ class FlashInferAttention:
         return wrapper
 
     def _prefill_wrapper(self, geometry: AttentionGeometry, lists: PageLists) -> Any:
-        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, kv_layout=KV_LAYOUT, backend="fa2"
-        )
+        wrapper = self._wrapper(geometry, self._library.BatchPrefillWithPagedKVCacheWrapper)
         wrapper.plan(
             qo_indptr=lists.qo_indptr,
             paged_kv_indptr=lists.kv_indptr,

@@ -39,6 +39,13 @@ def block_layout_id(geometry: AttentionGeometry) -> str:
     return f"hnd-{dtype_word(g.dtype)}-h{g.num_kv_heads}-p{g.page_size}-d{g.head_dim}-v1"
 
 
+def readable_start(geometry: AttentionGeometry, context_start: int, position: int) -> int:
+    """First key position that the query at `position` may read."""
+    if geometry.window <= 0:
+        return context_start
+    return max(context_start, position - geometry.window + 1)
+
+
 def check_geometry(geometry: AttentionGeometry) -> None:
     """Raise ValueError for a geometry that no kernel could run."""
     g = geometry

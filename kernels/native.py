@@ -42,17 +42,15 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _built_digest(path: Path) -> str | None:
-    """Return what the library at `path` was built from; None where there is none.
+def _is_current(path: Path) -> bool:
+    """Whether the library at `path` was built from the sources beside it.
 
     Reads the file instead of loading it: a loaded library could not be replaced.
     """
     try:
-        content = path.read_bytes()
+        return build.source_digest().encode() + b"\0" in path.read_bytes()
     except OSError:
-        return None
-    wanted = build.source_digest()
-    return wanted if wanted.encode() + b"\0" in content else "other"
+        return False
 
 
 def _refresh(path: Path) -> None:
@@ -60,11 +58,11 @@ def _refresh(path: Path) -> None:
     in_source_tree = build.SOURCE_DIR.is_dir() and os.access(path.parent, os.W_OK)
     if not in_source_tree:
         return
-    digest = _built_digest(path)
-    if digest == build.source_digest():
+    built = build.modified_ns(path)
+    if _is_current(path):
         return
     logger.info("compiling the native kernels (some seconds, once)")
-    build.build_if_needed(path, digest)
+    build.build_if_needed(path, built)
 
 
 @functools.cache

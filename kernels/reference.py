@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
-from statewise.kernels.layout import block_layout_id, block_shape, check_layout
+from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
 
 QUERY_BLOCK = 256  # queries of one row scored at once: bounds the score matrix
 
@@ -35,13 +35,6 @@ QUERY_BLOCK = 256  # queries of one row scored at once: bounds the score matrix
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def readable_start(geometry: AttentionGeometry, context_start: int, position: int) -> int:
-    """First key position that the query at `position` may read."""
-    if geometry.window <= 0:
-        return context_start
-    return max(context_start, position - geometry.window + 1)
 
 
 @dataclass(frozen=True)

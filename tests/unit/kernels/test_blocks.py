@@ -1,0 +1,111 @@
+"""Digests notice any change of a block; copies read all sources before they write."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from statewise.kernels.blocks import block_digests, copy_blocks, numpy_digests
+from support.native_kernels import INSTRUCTION_SETS, native_setting, needs_native
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random_pool(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+@needs_native
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("inner", [(1,), (3, 5), (2, 3, 16, 64), (2, 1, 1, 8)])
+def test_native_and_numpy_digests_agree(
+    inner: tuple[int, ...], dtype: torch.dtype, instruction_set: str
+) -> None:
+    pool = random_pool((150, *inner), dtype)
+    blocks = ints(3, 0, 149, 3, *range(100))
+    with native_setting(instruction_set, num_threads=2):
+        digests = block_digests(pool, blocks)
+    assert digests.dtype == np.uint64
+    assert digests.tolist() == numpy_digests(pool, blocks).tolist()
+
+
+def test_digests_are_a_stored_format() -> None:
+    pool = torch.arange(40, dtype=torch.uint8).view(2, 20)
+    expected = [5264914145874881882, 13880950592084627267]
+    assert block_digests(pool, ints(0, 1)).tolist() == expected
+    assert numpy_digests(pool, ints(0, 1)).tolist() == expected
+
+
+def test_every_flipped_bit_changes_the_digest() -> None:
+    pool = random_pool((2, 2, 1, 4, 9), torch.bfloat16)
+    before = block_digests(pool, ints(0, 1))
+    raw = pool.view(torch.uint8).view(2, -1)
+    for byte in range(raw.shape[1]):
+        for bit in range(8):
+            raw[1, byte] ^= 1 << bit
+            after = block_digests(pool, ints(0, 1))
+            raw[1, byte] ^= 1 << bit
+            assert after[0] == before[0]
+            assert after[1] != before[1], f"byte {byte} bit {bit}"
+
+
+@given(st.data())
+def test_moved_words_change_the_digest(data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.integers(0, 2**63 - 1), min_size=2, max_size=12, unique=True))
+    other = data.draw(st.permutations(words))
+    pool = torch.tensor([words, other], dtype=torch.int64)
+    first, second = block_digests(pool, ints(0, 1)).tolist()
+    assert (first == second) == (words == list(other))
+
+
+def test_a_digest_covers_its_length() -> None:
+    longer = torch.zeros(1, 24, dtype=torch.uint8)
+    lengths = [int(block_digests(longer[:, :n].contiguous(), ints(0))[0]) for n in range(25)]
+    assert len(set(lengths)) == len(lengths)
+
+
+def test_blocks_of_a_strided_pool() -> None:
+    layers = random_pool((6, 4, 2, 3, 8), torch.float32)
+    one = layers[:, 2]
+    assert block_digests(one, ints(5, 1)).tolist() == (
+        block_digests(one.contiguous(), ints(5, 1)).tolist()
+    )
+    with pytest.raises(ValueError, match="contiguous"):
+        block_digests(layers.transpose(3, 4), ints(0))
+
+
+@pytest.mark.parametrize("bad", [-1, 6])
+def test_blocks_outside_the_pool_are_refused(bad: int) -> None:
+    pool = torch.zeros(6, 8)
+    with pytest.raises(IndexError, match="of a pool of 6"):
+        block_digests(pool, ints(0, bad))
+    with pytest.raises(IndexError, match="of a pool of 6"):
+        copy_blocks(pool, ints(bad), ints(0))
+    with pytest.raises(IndexError, match="of a pool of 6"):
+        copy_blocks(pool, ints(0), ints(bad))
+
+
+def test_copies_read_every_source_first() -> None:
+    pool = random_pool((5, 2, 3), torch.bfloat16)
+    before = pool.clone().view(torch.int16)
+    copy_blocks(pool, ints(0, 1, 4), ints(1, 0, 3))
+    after = pool.view(torch.int16)
+    for target, source in {0: 1, 1: 0, 2: 2, 3: 4, 4: 4}.items():
+        assert torch.equal(after[target], before[source])
+
+
+def test_copies_must_name_each_target_once() -> None:
+    pool = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="target of two copies"):
+        copy_blocks(pool, ints(0, 1), ints(2, 2))
+    with pytest.raises(ValueError, match="2 sources for 1"):
+        copy_blocks(pool, ints(0, 1), ints(2))
