@@ -130,7 +130,7 @@ class Segment:
         table = self.table[:, start:stop]
         aside = self.aside if self.aside is NOTHING_ASIDE else self.aside.part(start, stop)
         if self.num_present == self.table.shape[1]:
-            return Segment(table, stop - start, self.stamp, aside)
+            return Segment(table, table.shape[1], self.stamp, aside)
         present = int(np.count_nonzero(table[BLOCK] >= 0))
         return Segment(table, present, self.stamp, aside)
 

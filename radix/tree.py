@@ -18,10 +18,13 @@ This module does not move bytes, know pools, or choose a recovery.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix import picture
+from statewise.radix.audit import audit
 from statewise.radix.key import TOKEN_BYTES, Namespace, TokenKey
 from statewise.radix.lease import Lease, Pinned, minus, ranges_of
 from statewise.radix.match import Match
@@ -435,3 +438,22 @@ class RadixTree:
             parts.append(blocks[blocks >= 0])
             parts.append(np.array(single, dtype=np.int32))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+    def audit(self, leases: Iterable[Lease] | None = None) -> None:
+        """Recount everything from first principles; AssertionError names what is wrong.
+
+        With all live leases given, their locks are recounted too.
+        """
+        audit(self.topology, self.trailing, leases)
+
+    def dump(self) -> dict[str, Any]:
+        """JSON-able picture of everything the tree holds."""
+        return picture.dump(self.topology)
+
+    def show(self) -> str:
+        """ASCII picture, one line per node."""
+        return picture.show(self.topology)
+
+    def svg(self) -> str:
+        """SVG picture, one row per node."""
+        return picture.svg(self.topology)

@@ -1,0 +1,195 @@
+"""Recount everything a tree keeps by differences, from nothing.
+
+Slow on purpose: every page is looked at, no total is trusted. An AssertionError names what does not
+add up. With all live leases given, their locks are recounted as well.
+
+This module changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix.lease import Lease, ranges_of
+from statewise.radix.node import Checkpoint, Node, WindowPins
+from statewise.radix.segment import BLOCK, NUM_ROWS, of_table
+from statewise.radix.topology import Topology
+from statewise.radix.trailing import Trailing
+
+
+def audit(topology: Topology, trailing: Trailing, leases: Iterable[Lease] | None = None) -> None:
+    """Check structure, protection, totals, orders and ownership."""
+    nodes = [node for _, node in topology.nodes()]
+    for node in nodes:
+        _check_shape(topology, node)
+        _check_segments(topology, node)
+        _check_protection(topology, node)
+    _check_orders(topology, trailing, nodes)
+    _check_kept(trailing, nodes)
+    _check_totals(topology, trailing, nodes)
+    _check_ownership(topology, nodes)
+    if leases is not None:
+        _check_leases(trailing, nodes, [lease for lease in leases if not lease.released])
+
+
+def _check_shape(topology: Topology, node: Node) -> None:
+    page_bytes = topology.page_bytes
+    if node.parent is None:
+        assert topology.roots[node.key] is node, "a root is known by its namespace"
+        assert node.start == node.end == 0, "a root has no pages"
+    else:
+        assert node.start == node.parent.end, "a node begins where its parent ends"
+        assert len(node.key) == node.num_pages * page_bytes > 0, "the key covers the run"
+        assert node.parent.children[node.key[:page_bytes]] is node, "a parent knows its child"
+        assert node.num_pages <= topology.max_pages, "runs are bounded"
+    for first, child in node.children.items():
+        assert child.key[:page_bytes] == first, "a child is found by its first page"
+    for (page, tail), checkpoint in node.checkpoints.items():
+        assert checkpoint.node is node, "a checkpoint knows its node"
+        assert (checkpoint.page, checkpoint.tail) == (page, tail), "and its place"
+        inside = node.start < page <= node.end or (node.parent is None and page == 0)
+        assert inside, "a checkpoint stands on its node"
+        size = topology.schema.page_size
+        assert checkpoint.position == page * size + len(tail) // 4, "positions are exact"
+
+
+def _check_segments(topology: Topology, node: Node) -> None:
+    assert len(node.segments) == topology.schema.num_groups, "one segment per group"
+    for group, segment in enumerate(node.segments):
+        pages = node.num_pages if group in topology.paged else 0
+        assert segment.table.shape == (NUM_ROWS, pages), "a column per page"
+        counted = of_table(segment.table, segment.aside)
+        assert segment.num_present == counted.num_present, "present pages"
+        if segment.num_present:
+            assert segment.stamp == counted.stamp, "uniform stamp"
+        for page in segment.aside.invalid or {}:
+            assert 0 <= page < pages, "an invalid page lies inside"
+    assert len(node.pins) == (len(topology.trailing.windows) if node.parent else 0), "pins"
+    for pins in node.pins:
+        assert pins.node is node, "pins know their node"
+        assert len(pins.locks) == len(pins.kept) == node.num_pages, "a count per page"
+        assert (pins.locks >= 0).all(), "locks are never negative"
+        assert (pins.kept >= 0).all(), "keeps are never negative"
+        if not node.protect:
+            assert not pins.locks.any(), "locked pages lie on a protected path"
+
+
+def _check_protection(topology: Topology, node: Node) -> None:
+    protected = sum(1 for child in node.children.values() if child.protect)
+    assert node.locks >= 0, "locks are never negative"
+    assert node.protect == node.locks + protected, "protect = locks + protected children"
+    if node.parent is not None:
+        assert (node in topology.recency) == (not node.protect), "unprotected nodes can be evicted"
+    if not node.protect:
+        assert not node.condemned, "condemned blocks wait only for leases"
+        holds = any(s.num_present or s.aside.slow is not None for s in node.segments)
+        assert node.children or node.checkpoints or holds, "a node holds something or leads on"
+        for checkpoint in node.checkpoints.values():
+            assert not checkpoint.locks, "leased checkpoints stand on protected nodes"
+
+
+def _check_orders(topology: Topology, trailing: Trailing, nodes: list[Node]) -> None:
+    place = {node: i for i, node in enumerate(topology.recency)}
+    assert set(place) <= set(nodes), "no dead node in the order"
+    for node in place:
+        for child in node.children.values():
+            assert place[child] < place[node], "a child goes before its parent"
+    ticks = [node.tick for node in topology.recency]
+    assert ticks == sorted(ticks), "oldest node first"
+    live = {c for node in nodes for c in node.checkpoints.values()}
+    for group, order in enumerate(trailing.checkpoints):
+        expected = {c for c in live if not c.locks and _has_stake(trailing, group, c)}
+        assert set(order) == expected, "unlocked checkpoints are in their groups' orders"
+        ticks = [c.tick for c in order]
+        assert ticks == sorted(ticks), "oldest checkpoint first"
+    for index, segments in enumerate(trailing.transient):
+        have = {node.pins[index] for node in nodes if node.pins and _transient(node.pins[index])}
+        assert set(segments) == have, "segments with transient pages are in the order"
+
+
+def _has_stake(trailing: Trailing, group: int, checkpoint: Checkpoint) -> bool:
+    if checkpoint.block_of(group) is not None:
+        return True
+    if group not in trailing.windows:
+        return False
+    index = trailing.windows.index(group)
+    ranges = trailing.window_ranges(index, checkpoint.position, checkpoint.page)
+    return any(start < stop for start, stop in ranges)
+
+
+def _transient(pins: WindowPins) -> int:
+    count = len(pins.transient_pages())
+    assert count == pins.num_transient, "transient pages"
+    return count
+
+
+def _check_kept(trailing: Trailing, nodes: list[Node]) -> None:
+    expected = {pins: np.zeros_like(pins.kept) for node in nodes for pins in node.pins}
+    for node in nodes:
+        for checkpoint in node.checkpoints.values():
+            for index in range(len(trailing.windows)):
+                ranges = trailing.window_ranges(index, checkpoint.position, checkpoint.page)
+                for start, stop in ranges:
+                    _count_up(node, index, start, stop, expected)
+    for pins, kept in expected.items():
+        assert np.array_equal(pins.kept, kept), "kept pages"
+
+
+def _count_up(
+    node: Node, index: int, start: int, stop: int, counts: dict[WindowPins, NDArray[np.int32]]
+) -> None:
+    at: Node | None = node
+    while at is not None:
+        if at.pins:
+            lo, hi = max(start, at.start) - at.start, min(stop, at.end) - at.start
+            if lo < hi:
+                counts[at.pins[index]][lo:hi] += 1
+        at = at.parent
+
+
+def _check_totals(topology: Topology, trailing: Trailing, nodes: list[Node]) -> None:
+    expected = [0] * topology.schema.num_groups
+    for node in nodes:
+        for pins in node.pins:
+            expected[pins.group] += pins.tally(0, node.num_pages)[0]
+        if not node.protect:
+            for group in topology.history:
+                expected[group] += node.segments[group].num_present
+        for checkpoint in node.checkpoints.values():
+            for held in checkpoint.blocks:
+                expected[held.group] += not checkpoint.locks
+    assert trailing.evictable == expected, f"evictable {trailing.evictable}, counted {expected}"
+
+
+def _check_ownership(topology: Topology, nodes: list[Node]) -> None:
+    for group in range(topology.schema.num_groups):
+        owned: Counter[int] = Counter()
+        for node in nodes:
+            blocks = node.segments[group].table[BLOCK]
+            owned.update(blocks[blocks >= 0].tolist())
+            owned.update(c.block for c in node.condemned if c.group == group)
+            for checkpoint in node.checkpoints.values():
+                owned.update(b.block for b in checkpoint.blocks if b.group == group)
+        twice = [block for block, times in owned.items() if times > 1]
+        assert not twice, f"blocks {twice} of group {group} are in two places"
+
+
+def _check_leases(trailing: Trailing, nodes: list[Node], leases: list[Lease]) -> None:
+    anchors = Counter(lease.node for lease in leases)
+    for node in nodes:
+        assert node.locks == anchors[node], "locks are the leases anchored here"
+    expected = {pins: np.zeros_like(pins.locks) for node in nodes for pins in node.pins}
+    for lease in leases:
+        assert lease.node.end == lease.num_published_pages, "a lease is anchored where it ends"
+        for index, pinned in enumerate(lease.pinned):
+            for start, stop in ranges_of(pinned):
+                _count_up(lease.node, index, start, stop, expected)
+    for pins, locks in expected.items():
+        assert np.array_equal(pins.locks, locks), "locked pages"
+    for checkpoint in {c for node in nodes for c in node.checkpoints.values()}:
+        holders = sum(1 for lease in leases if lease.checkpoint is checkpoint)
+        assert checkpoint.locks == holders, "leases starting from a checkpoint"
