@@ -1,4 +1,4 @@
-"""GGUF metadata and tensor names in Hugging Face's terms: one meaning of a config, one set of names.
+"""GGUF metadata and tensor names in Hugging Face's terms: one meaning of config and names.
 
     gguf arch   architecture              what differs in the file
     llama       LlamaForCausalLM          rows of q and k permuted (rotary pairs interleaved)

@@ -2,7 +2,7 @@
 
 Files are mapped, not read: a tensor's bytes are touched once, when they are converted into the
 model. The header is checked before anything is believed: sizes, offsets, dtypes, and that the data
-of every tensor lies inside the file, so a truncated download is named with its first missing tensor.
+of every tensor lies inside the file, so a truncated download is named with a tensor.
 
 Format: u64 length of the header, a JSON object name -> {dtype, shape, data_offsets}, then the data.
 

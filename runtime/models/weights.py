@@ -6,8 +6,8 @@
 The reader keeps books: a tensor that is missing or has another shape raises at once, one that
 nobody asked for raises in `finish`; every message names the file and the tensor. Tensors are
 converted while they are copied to their place, in pieces, so that loading needs little more memory
-than the model. `fingerprint` digests every byte of the weights (not a sample: two models that differ
-in one tensor must not share cached state), while tensors are being converted.
+than the model. `fingerprint` digests every byte of the weights (not a sample: two models that
+differ in one tensor must not share cached state), while tensors are being converted.
 
 This module knows no format and no architecture.
 """

@@ -1,4 +1,4 @@
-"""Encoding with the `tokenizers` library, for tokenizer.json files and byte-level GGUF vocabularies.
+"""Encoding with the `tokenizers` library: tokenizer.json, and byte-level GGUF vocabularies.
 
 The library would recognise special tokens anywhere in a text; here it is told never to, because
 `Tokenizer` cuts them out first, where they are allowed. How tokens become bytes is read from the

@@ -36,7 +36,7 @@ def load_tokenizer(
     """Open a model's tokenizer.
 
     `chat_template` is a file that replaces the model's own template; `now` is what templates see
-    as the time (seconds since the epoch). Raises ModelLoadError for what is absent or not supported.
+    as the time (seconds since the epoch). Raises ModelLoadError for what is absent or unknown.
     """
     files = locate_model(path_or_name)
     template_file = Path(chat_template) if chat_template else None

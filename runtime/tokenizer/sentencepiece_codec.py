@@ -51,7 +51,7 @@ class SentencePieceCodec:
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Ids of a plain text; the first text of a prompt may get a space before it."""
-        if self._adds_space and is_start:
+        if self._adds_space and is_start and text:
             text = " " + text
         ids: list[int] = self._processor.encode(text)
         return ids
