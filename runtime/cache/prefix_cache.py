@@ -112,9 +112,7 @@ class PrefixCache:
     def begin(self, lookup: Lookup, capacity_tokens: int) -> tuple[Sequence, list[Span]]:
         """Lease what `lookup` reuses and lay out page tables; returns replays to run first."""
         page = self.schema.page_size
-        sequence = Sequence(
-            self.schema.num_groups, -(-capacity_tokens // page), lookup.namespace
-        )
+        sequence = Sequence(self.schema.num_groups, -(-capacity_tokens // page), lookup.namespace)
         self._live.add(sequence)
         if lookup.match is None:
             return sequence, []
@@ -149,9 +147,7 @@ class PrefixCache:
 
     def available(self) -> tuple[int, ...]:
         """Free plus evictable blocks per group."""
-        return tuple(
-            pool.num_free + self.tree.evictable(g) for g, pool in enumerate(self.pools)
-        )
+        return tuple(pool.num_free + self.tree.evictable(g) for g, pool in enumerate(self.pools))
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks for positions below `num_tokens` in every group, or `OutOfBlocksError`."""
@@ -197,8 +193,10 @@ class PrefixCache:
         publishable: int,
         checkpoints: list[int],
     ) -> None:
-        """State of positions below `num_computed` is written; full pages below `publishable` are
-        handed to the tree. Trailing state at each of `checkpoints` is marked as worth keeping.
+        """Take note that state below `num_computed` is written.
+
+        Full pages below `publishable` are handed to the tree; trailing state at each of
+        `checkpoints` is marked as worth keeping.
         """
         lease = sequence.lease
         if lease is not None:
@@ -211,9 +209,7 @@ class PrefixCache:
                     self.tree.keep(lease, position, "mark")
         self._drop_left_behind(sequence, num_computed)
 
-    def _publish(
-        self, sequence: Sequence, tokens: Int32, publishable: int, position: int
-    ) -> None:
+    def _publish(self, sequence: Sequence, tokens: Int32, publishable: int, position: int) -> None:
         pages = publishable // self.schema.page_size
         assert sequence.lease is not None
         self._seq += 1

@@ -50,6 +50,8 @@ class InflightPrefixes:
         for other in self._by_first_page.get(self._key(request), ()):
             shared = min(common_prefix_len(request, other), request.reuse_limit)
             shared -= shared % self._page_size
-            if shared > max(reusable_len, other.num_computed) and (best is None or shared > best[1]):
+            if shared > max(reusable_len, other.num_computed) and (
+                best is None or shared > best[1]
+            ):
                 best = (other, shared)
         return best

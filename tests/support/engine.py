@@ -18,11 +18,25 @@ from statewise.runtime.messages import (
     pack_ids,
 )
 from statewise.runtime.sampling_params import SamplingParams
+from statewise.runtime.scheduler.admission import OutputReserve
 from support.digest import DigestWorker, cold_output
 
 VOCAB = 97
 EOS = 0
 EOS_IDS = frozenset({EOS})
+
+
+class NoReserve(OutputReserve):
+    """Reserves nothing for output, whatever happens."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def preempted(self) -> None:
+        """Stay hopeful."""
+
+    def step(self) -> None:
+        """Stay hopeful."""
 
 
 class StepClock:
@@ -77,8 +91,9 @@ class Driver:
         self.worker = DigestWorker(schema, num_blocks, VOCAB)
         self.clock = StepClock()
         settings: dict[str, object] = {
-            "model_path": "digest", "page_size": schema.page_size, "audit": True, **args,
+            "model_path": "digest", "page_size": schema.page_size, **args,
         }  # fmt: skip
+        self.audit_every = 1  # steps
         limits = EngineLimits(vocab_size=VOCAB, max_context_len=4096, eos_token_ids=(EOS,))
         self.core = EngineCore(
             ServerArgs(**settings),  # type: ignore[arg-type]
@@ -89,6 +104,7 @@ class Driver:
             clock=self.clock,
         )
         self.outcomes: dict[str, Outcome] = {}
+        self.num_steps = 0
 
     def add(
         self, rid: str, prompt: list[int], max_new: int, *, salt: str = "", **sampling: object
@@ -103,6 +119,9 @@ class Driver:
     def step(self) -> None:
         """One engine step, 10 ms."""
         self.clock.now += 0.01
+        self.num_steps += 1
+        if self.num_steps % self.audit_every == 0:
+            self.core.audit()
         for delta in self.core.step():
             outcome = self.outcomes[delta.rid]
             assert outcome.finish is None, f"{delta.rid}: a delta after its terminal one"
@@ -150,8 +169,10 @@ def random_scenario(seed: int) -> None:
         disable_radix_cache=rng.random() < 0.1,
         deterministic=rng.random() < 0.2,
     )
-    if rng.random() < 0.5:  # admit on hope alone: preemption becomes common
-        driver.core.scheduler.admission.reserve.share = 0.0
+    driver.audit_every = rng.choice([1, 20, 20])
+    grows = rng.random() < 0.4  # short prompts, long outputs, admitted on hope: preemption
+    if grows:
+        driver.core.scheduler.admission.reserve = NoReserve()
     stems = [[rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 70))] for _ in range(3)]
     expected: dict[str, list[int]] = {}
     aborted: set[str] = set()
@@ -160,13 +181,11 @@ def random_scenario(seed: int) -> None:
         stem = rng.choice(history)
         prompt = stem[: rng.randrange(1, len(stem) + 1)]
         prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(0, 20))]
-        prompt = prompt[:90]
-        max_new = rng.choice([0, 1, 5, 25])
+        prompt = prompt[: 30 if grows else 90]
+        max_new = rng.choice([40, 60, 80]) if grows else rng.choice([0, 1, 5, 25])
         rid = f"r{i}"
         driver.add(rid, prompt, max_new, salt=rng.choice(["", "", "other"]))
-        expected[rid] = cold_output(
-            schema, np.array(prompt, np.int32), max_new, VOCAB, EOS_IDS
-        )
+        expected[rid] = cold_output(schema, np.array(prompt, np.int32), max_new, VOCAB, EOS_IDS)
         history.append(prompt + expected[rid])
         for _ in range(rng.randrange(0, 12)):
             driver.step()
