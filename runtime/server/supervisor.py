@@ -34,6 +34,7 @@ from statewise.runtime.server.child import EXIT_UNUSABLE, ChildSpec
 
 POLL_S = 0.05
 STOP_GRACE_S = 3.0
+START_SILENCE_S = 300.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
 MODULES: dict[str, str] = {
@@ -197,13 +198,18 @@ class Supervisor:
             code = process.popen.poll()
             if code is not None:
                 self._died(process, code, now)
-            elif now - process.last_seen > self._args.watchdog_timeout:
+            elif now - process.last_seen > self._patience(process):
                 silent = now - process.last_seen
                 log.error("%s silent for %.0f s: killed by the watchdog", process.name, silent)
                 process.last_seen = now
                 process.popen.kill()
             if self.state is ServerState.FAILED:
                 return
+
+    def _patience(self, process: Process) -> float:
+        """Seconds of silence that are allowed: more while a process starts (imports, weights)."""
+        timeout = self._args.watchdog_timeout
+        return timeout if process.is_ready else max(timeout, START_SILENCE_S)
 
     def _died(self, process: Process, code: int, now: float) -> None:
         reason = f"the {process.name} process ended ({_describe(code)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from support.server_process import ServerProcess, echo_server
 
 STEP_S = 0.02
@@ -67,7 +69,7 @@ def test_generate_streams_cumulative_text(server: ServerProcess) -> None:
     seen = events(server.post("/generate", body))
     texts = [event["text"] for event in seen]
     assert texts[-1] == "helloh"
-    assert all(a == b[: len(a)] for a, b in zip(texts, texts[1:], strict=False))
+    assert all(a == b[: len(a)] for a, b in itertools.pairwise(texts))
     assert [e["meta_info"]["finish_reason"] is None for e in seen] == [True] * (len(seen) - 1) + [
         False
     ]

@@ -51,10 +51,18 @@ class ServerProcess:
         try:
             self.url = self._wait_ready()
         except BaseException:
-            self.popen.kill()
-            self.popen.wait()
+            self._discard()
             raise
         self.client = httpx.Client(base_url=self.url, timeout=30.0)
+
+    def _discard(self) -> None:
+        """End the process whatever it does, and what belongs to it."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        self.scratch.cleanup()
 
     def _wait_ready(self) -> str:
         """Read standard output up to the ready line."""
@@ -78,9 +86,12 @@ class ServerProcess:
         """The living child processes by name."""
         out = {}
         for child in psutil.Process(self.popen.pid).children():
-            words = " ".join(child.cmdline())
+            try:
+                module = [word for word in child.cmdline() if "echo_" in word or "_process" in word]
+            except psutil.Error:  # it has just died
+                continue
             for name in ("detokenizer", "tokenizer", "scheduler"):
-                if name in words.split(" -m ")[-1].split()[0]:
+                if module and name in module[0]:
                     out[name] = child
                     break
         return out
@@ -112,12 +123,7 @@ class ServerProcess:
         try:
             self.stop()
         finally:
-            if self.popen.poll() is None:
-                self.popen.kill()
-                self.popen.wait()
-            assert self.popen.stdout is not None
-            self.popen.stdout.close()
-            self.scratch.cleanup()
+            self._discard()
 
 
 def echo_server(env: dict[str, str] | None = None, **settings: Any) -> ServerProcess:
