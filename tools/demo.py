@@ -12,8 +12,10 @@ matched, what was reused as it stood, what set the limit, and how long the first
        not. Matched tokens are not reused tokens
     6  the same again: the cache kept the window at the branch point, and now it is
 
-The figures go to the terminal as text, and to a picture where matplotlib is installed. The server
-is started for the tour and ends with it.
+The server gets a small pool for windows, so that they move on as they do where many people share
+one: with room for every window ever written, step 5 would be a full hit, too. The figures go to the
+terminal as text, and to a picture where matplotlib is installed. The server is started for the tour
+and ends with it.
 
     usage: python tools/demo.py [--model gemma3-270m] [--picture FILE.svg|FILE.png] [-- ARGS...]
 """
@@ -33,6 +35,9 @@ import statewise as sw
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_ANSWER_TOKENS = 24
+# History for 16k tokens, windows for 1.5k: about three requests' worth.
+SMALL_POOLS = ("--max-total-tokens", "16384", "--max-window-tokens", "1536",
+               "--chunked-prefill-size", "256")  # fmt: skip
 
 PORTS = ("Aldersund", "Brackwater", "Corran Ferry", "Duneholm", "Eiderness", "Farlight")
 GOODS = ("barley", "slate", "wool", "salt cod", "pitch", "cider", "copper", "rope")
@@ -247,7 +252,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="gemma3-270m")
     parser.add_argument("--entries", type=int, default=48, help="length of the document")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "results" / "demo.svg")
-    parser.add_argument("server_arguments", nargs="*", help="after --: arguments of the server")
+    parser.add_argument("server_arguments", nargs="*", help="after --: the server's, instead")
     return parser.parse_args(argv)
 
 
@@ -256,7 +261,7 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     log = REPOSITORY / "results" / "demo-server.log"
     print(f"Starting a server with {args.model} (log: {log})", flush=True)
-    with serving.Server(args.model, *args.server_arguments, log=log) as server:
+    with serving.Server(args.model, *(args.server_arguments or SMALL_POOLS), log=log) as server:
         print(f"Ready after {server.start_s:.1f} s at {server.address.url}", flush=True)
         backend = sw.RuntimeEndpoint(server.address.url)
         turns = run_tour(backend, args.entries, lambda line: print(line, flush=True))
