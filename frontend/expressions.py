@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from statewise.frontend.sampling import SamplingOptions
 
 REASONING_SUFFIX = "_reasoning_content"
+ARGUMENT_MARK = "\ufdd1"  # a noncharacter: no text holds it
 ROLES = ("system", "user", "assistant")
 
 
@@ -113,8 +114,8 @@ class Checkpoint(Expr):
 class Argument(Expr):
     """Stands for a program's argument while the program is traced.
 
-    Anything that needs the argument's value (formatting, length, truth) raises TypeError, which
-    ends the trace: what came before is what all runs have in common.
+    In text it shows as a mark, at which the common prefix is cut. Anything else that needs the
+    argument's value (its length, its truth, its characters) raises TypeError, which ends the trace.
     """
 
     name: str
@@ -123,10 +124,10 @@ class Argument(Expr):
         return TypeError(f"argument {self.name!r} has no value while the program is traced")
 
     def __format__(self, spec: str) -> str:
-        raise self._unknown()
+        return str(self)
 
     def __str__(self) -> str:
-        raise self._unknown()
+        return f"{ARGUMENT_MARK}{self.name}{ARGUMENT_MARK}"
 
     def __len__(self) -> int:
         raise self._unknown()

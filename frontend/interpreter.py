@@ -183,7 +183,7 @@ def _publish(state: Executor) -> None:
 
 
 def _argument(state: Executor, expr: Argument) -> None:
-    raise TypeError(f"argument {expr.name!r} has no value while the program is traced")
+    state.append(str(expr))
 
 
 def _fork_point(state: Executor, expr: ForkPoint) -> None:

@@ -175,6 +175,13 @@ class Function:
         """Call arguments over bound ones. Raises TypeError as a function call would."""
         given = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {k: v for k, v in self.bind_arguments.items() if k not in given}
+        for name, parameter in self._signature.parameters.items():
+            is_needed = parameter.default is parameter.empty and name not in {**given, **bound}
+            if is_needed and name in _RUN_OPTIONS:
+                raise TypeError(
+                    f"the program's argument {name!r} is also an option of run: "
+                    "give it by position, with bind, or another name"
+                )
         return self._signature.bind(*args, **{**bound, **kwargs})
 
     def _new_run(self, given: dict[str, Any]) -> Run:
@@ -206,6 +213,7 @@ class Function:
         return f"<statewise program {getattr(self.func, '__name__', self.func)}>"
 
 
+_RUN_OPTIONS = frozenset(inspect.signature(Function.run).parameters) - {"self", "args", "kwargs"}
 _OPTION_NAMES = frozenset(SamplingOptions.__dataclass_fields__)
 
 

@@ -1,9 +1,9 @@
 """What all runs of a program begin with, found by running its body without a model.
 
 The body runs with placeholders for its arguments over a backend that answers nothing. It ends at
-the first model call, or where a placeholder's value is needed (f-strings included); the text up to
-there is what every run shares. The body's own side effects happen, so a program that must not run
-twice should not be traced: `run_batch` and `cache` trace.
+the first model call, or where a placeholder's value is needed; the text up to there, cut where a
+placeholder was written into it, is what every run shares. The body's own side effects happen, so a
+program that must not run twice should not be traced: `run_batch` and `cache` trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statewise.frontend.backends.base import Backend, CacheHints, Completion, Pr
 from statewise.frontend.chat_template import ChatTemplate
 from statewise.frontend.choices import ChoicesDecision, ChoicesMethod
 from statewise.frontend.executor import program_cause
-from statewise.frontend.expressions import Argument
+from statewise.frontend.expressions import ARGUMENT_MARK, Argument
 from statewise.frontend.running import Run
 from statewise.frontend.sampling import SamplingOptions
 from statewise.frontend.session import Session
@@ -98,4 +98,7 @@ def _run(program: Function, session: Session, arguments: inspect.BoundArguments)
     except Exception as error:
         ended_by = str(program_cause(error)) or type(error).__name__
     run.executor.failure()
-    return run.executor.transcript.text, ended_by
+    prefix, marked, name = run.executor.transcript.text.partition(ARGUMENT_MARK)
+    if marked:
+        ended_by = f"argument {name.partition(ARGUMENT_MARK)[0]!r}"
+    return prefix, ended_by

@@ -325,6 +325,17 @@ def test_bound_arguments_give_way_to_the_call(service: FakeService) -> None:
         qa.run()
 
 
+def test_an_argument_named_like_an_option_is_explained(service: FakeService) -> None:
+    @sw.function
+    def program(s: Any, n: int, stream: bool = True) -> None:
+        s += f"{n}"
+
+    with pytest.raises(TypeError, match="'n' is also an option of run"):
+        program.run(n=2)
+    assert program.run(2).text() == program.bind(n=2).run().text() == "2"
+    assert program.run_batch([{"n": 2}])[0].text() == "2"
+
+
 def test_the_first_parameter_must_be_s() -> None:
     with pytest.raises(TypeError, match="named 's'"):
         sw.function(lambda state: None)
