@@ -7,6 +7,7 @@ an abort by id, a bad request, or a batch. What is checked:
     answers     each request ends with exactly one terminal event; greedy answers to a prompt seen
                 before are the same text again
     processes   their number is constant; memory, file descriptors and threads do not trend upwards
+                (the pools are filled once before, because untouched memory is not resident yet)
     blocks      after the load, with nothing running, flush returns every pool to its first count
 
 The server listens on loopback only and is started for the run; the run is bounded in time. The
@@ -37,7 +38,10 @@ WARM_UP_SHARE = 0.3  # of the run; growth before it is warming up, not leaking
 NUM_PREFIXES = 6
 MAX_RSS_GROWTH = 0.05  # of resident memory after warm-up, over the rest of the run
 MAX_RSS_GROWTH_BYTES = 64 << 20
-REQUEST_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 600.0
+PAGE_TOKENS = 16
+# Room for about eight long prompts: eviction and preemption happen all the time.
+SMALL_POOLS = ("--max-total-tokens", "16384")
 
 
 @dataclass
@@ -293,6 +297,19 @@ def leak_problems(samples: list[Sample]) -> list[str]:
     return problems
 
 
+async def fill_pools(server: serving.Server, prompts: Prompts, length: int) -> None:
+    """Ask new prompts until every pool has run full, so that all of its memory is resident."""
+    pools = pools_of(await server.info())
+    largest = max(sum(counts.values()) for counts in pools.values())
+    for _ in range(2 * largest * PAGE_TOKENS // length + 1):
+        if not any(counts["free"] for counts in pools.values()):
+            break
+        payload = {"input_ids": prompts.ids(length), "sampling_params": {"max_new_tokens": 1}}
+        await server.generate(payload)
+        pools = pools_of(await server.info())
+    await server.flush()
+
+
 async def quiesce(server: serving.Server) -> dict[str, Any]:
     """Wait until nothing runs, flush, and return the server's description."""
     info: dict[str, Any] = {}
@@ -307,10 +324,11 @@ async def quiesce(server: serving.Server) -> dict[str, Any]:
 
 async def soak(server: serving.Server, args: argparse.Namespace) -> dict[str, Any]:
     """Run the load and return the result."""
-    await server.flush()
-    pools_before = pools_of(await server.info())
     tally = Tally()
     prompts = Prompts(args.vocab_size, args.max_prompt_len, args.seed)
+    print("filling the pools", flush=True)
+    await fill_pools(server, prompts, args.max_prompt_len)
+    pools_before = pools_of(await server.info())
     until = time.monotonic() + args.minutes * 60
     clients = [Client(i, server.address, prompts, tally) for i in range(args.clients)]
     watching = asyncio.create_task(watch(server, until, tally))
@@ -350,7 +368,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="repeated greedy answers must be equal: for a server in the deterministic mode",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, default=REPOSITORY / "results" / "soak.json")
-    parser.add_argument("server_arguments", nargs="*", help="after --: arguments of the server")
+    parser.add_argument("server_arguments", nargs="*", help="after --: the server's, instead")
     return parser.parse_args(argv)
 
 
@@ -359,7 +377,8 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     environment = serving.environment()
     log = REPOSITORY / "results" / "soak.log"
-    server = serving.Server(args.model, *args.server_arguments, log=log)
+    server_arguments = args.server_arguments or list(SMALL_POOLS)
+    server = serving.Server(args.model, *server_arguments, log=log)
     with server:
         result = asyncio.run(soak(server, args))
         killed = server.stop()
@@ -368,7 +387,7 @@ def main(argv: list[str]) -> int:
     document = {
         "tool": "soak",
         "model": args.model,
-        "server_arguments": args.server_arguments,
+        "server_arguments": server_arguments,
         "environment": environment,
         **result,
     }
