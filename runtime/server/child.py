@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -142,3 +142,17 @@ def run_child(argv: Sequence[str], start: Callable[[Child], Callable[[], None]])
         log.exception("%s ends on an unexpected error", spec.process)
         return EXIT_BROKEN
     return 0
+
+
+def child_main(start: Callable[[Child], Callable[[], None]]) -> NoReturn:
+    """Be the child process that the command line names, to its end.
+
+    The process leaves without the interpreter's finalizers: they hold nothing of value here, and
+    those of torch take seconds.
+    """
+    try:
+        status = run_child(sys.argv[1:], start)
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 0
+    logging.shutdown()
+    os._exit(status)

@@ -9,7 +9,6 @@ This module does not decode: `DetokenizerCore` does.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 
 from statewise.runtime.detokenizer import DetokenizerCore
@@ -24,7 +23,7 @@ from statewise.runtime.messages import (
     TokenDelta,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
 from statewise.runtime.tokenizer.load import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -81,4 +80,4 @@ def start(child: Child) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.argv[1:], start))
+    child_main(start)

@@ -13,7 +13,6 @@ This module does not schedule and does not compute: `Engine` does.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ from statewise.runtime.messages import (
     TokenizedRequest,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
 
 MAX_EARLY_ABORTS = 65536
 QUIET_POLL_MS = 1
@@ -223,4 +222,4 @@ def start(child: Child) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.argv[1:], start))
+    child_main(start)

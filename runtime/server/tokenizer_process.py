@@ -13,7 +13,6 @@ This module does not know how text becomes ids: `Tokenizer` does.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -34,7 +33,7 @@ from statewise.runtime.messages import (
 )
 from statewise.runtime.server import links
 from statewise.runtime.server import requests as checks
-from statewise.runtime.server.child import IDLE_POLL_MS, Child, run_child
+from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
 from statewise.runtime.tokenizer.facts import facts_of
 from statewise.runtime.tokenizer.load import load_tokenizer
 
@@ -216,4 +215,4 @@ def start(child: Child) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.argv[1:], start))
+    child_main(start)

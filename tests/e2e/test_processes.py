@@ -116,6 +116,7 @@ def test_a_request_that_kills_the_scheduler_gets_an_error(server: ServerProcess)
     server.wait_healthy()
 
 
+@pytest.mark.slow
 def test_a_silent_process_is_killed_by_the_watchdog() -> None:
     with echo_server({"ECHO_STEP_S": "0.02"}, watchdog_timeout=2.0) as server:
         client = Client(server.url, stream=True)
@@ -130,6 +131,7 @@ def test_a_silent_process_is_killed_by_the_watchdog() -> None:
         assert "watchdog" in server.log()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_stay_up_leaves_with_a_reason() -> None:
     with echo_server() as server:
         for _ in range(5):
@@ -179,15 +181,13 @@ def test_children_die_with_a_killed_server() -> None:
         assert alive == []
 
 
-def test_the_socket_directory_is_private() -> None:
-    with echo_server() as server:
-        (directory,) = server.sockets.iterdir()
-        assert os.stat(directory).st_mode & 0o777 == 0o700
-        assert [p.name for p in directory.iterdir() if p.suffix == ".json"] == []
+def test_the_socket_directory_is_private(server: ServerProcess) -> None:
+    (directory,) = server.sockets.iterdir()
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    assert [p.name for p in directory.iterdir() if p.suffix == ".json"] == []
 
 
-def test_a_port_in_use_is_an_error_at_once() -> None:
-    with echo_server() as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with pytest.raises(AssertionError, match=f"port {port}.*choose another"):
-            echo_server(port=port)
+def test_a_port_in_use_is_an_error_at_once(server: ServerProcess) -> None:
+    port = int(server.url.rsplit(":", 1)[1])
+    with pytest.raises(AssertionError, match=f"port {port}.*choose another"):
+        echo_server(port=port)

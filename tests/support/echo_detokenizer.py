@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from statewise.runtime.detokenizer import DetokenizerCore
-from statewise.runtime.server.child import Child, run_child
+from statewise.runtime.server.child import Child, child_main
 from statewise.runtime.server.detokenizer_process import DetokenizerLoop
 from support.byte_vocab import ByteVocabulary
 
@@ -17,4 +16,4 @@ def start(child: Child) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.argv[1:], start))
+    child_main(start)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
-from statewise.runtime.server.child import Child, run_child
+from statewise.runtime.server.child import Child, child_main
 from statewise.runtime.server.scheduler_process import SchedulerLoop
 from support.echo import CONTEXT_LEN, VOCAB_SIZE, EchoEngine
 
@@ -18,4 +17,4 @@ def start(child: Child) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.argv[1:], start))
+    child_main(start)

@@ -20,7 +20,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"is ready: .* at (http://\S+)")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # a first start may compile the native kernels
 
 
 class ServerProcess:
