@@ -13,10 +13,8 @@ this process.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,80 +25,23 @@ from statewise.runtime import machine
 from statewise.runtime.clock import Clock, SystemClock
 from statewise.runtime.config import ServerArgs, checked
 from statewise.runtime.detokenizer import DetokenizerCore
+from statewise.runtime.engine.answers import AnswerStream, AsyncAnswerStream, Post, RunningCall
 from statewise.runtime.engine.inputs import Call, read_call
 from statewise.runtime.engine.loop import EngineLoop
-from statewise.runtime.errors import (
-    InvalidRequestError,
-    OperatingError,
-    PromptTooLongError,
-    RefusedError,
-    WorkerDiedError,
-)
+from statewise.runtime.errors import InvalidRequestError
 from statewise.runtime.messages import (
     CacheOptions,
-    FinishReason,
     GenerateRequest,
-    TextDelta,
     TokenizedRequest,
     pack_ids,
 )
-from statewise.runtime.response import WEIGHT_VERSION, ResponseBuilder
+from statewise.runtime.response import WEIGHT_VERSION
 from statewise.runtime.server import requests as checks
 from statewise.runtime.tokenizer.facts import facts_of
 from statewise.runtime.tokenizer.load import load_tokenizer
 from statewise.runtime.tokenizer.tokenizer import Tokenizer
 
-# (index of the request in its call, what came)
-News = tuple[int, TextDelta]
-Post = Callable[[News], None]
-
 _SECRETS = {"api_key", "admin_api_key", "rpc_secret_key_file"}
-_ERRORS = (PromptTooLongError, InvalidRequestError, RefusedError, WorkerDiedError)
-
-
-def error_of(finish: FinishReason) -> OperatingError:
-    """Return the exception that a terminal error stands for."""
-    for kind in _ERRORS:
-        if kind.code == finish.code:
-            return kind(finish.message)
-    client_side = 400 <= finish.http_status < 500
-    error = InvalidRequestError(finish.message) if client_side else OperatingError(finish.message)
-    error.code = finish.code or error.code
-    error.http_status = finish.http_status
-    return error
-
-
-class _Answers:
-    """What one call's requests answered so far."""
-
-    def __init__(self, call: Call, started: float) -> None:
-        self._builders = [ResponseBuilder(r.rid, r.logprob, started) for r in call.requests]
-        self._is_batch = call.is_batch
-        self._num_open = len(self._builders)
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether every request has ended."""
-        return self._num_open == 0
-
-    def add(self, news: News) -> None:
-        """Take one delta; raises the error that it ends with."""
-        index, delta = news
-        if delta.finish is not None:
-            if delta.finish.kind == "error":
-                raise error_of(delta.finish)
-            self._num_open -= 1
-        self._builders[index].add(delta)
-
-    def one(self, index: int, now: float) -> dict[str, Any]:
-        """One request's answer so far; marked with its index where there are several."""
-        answer = self._builders[index].response(now)
-        return {**answer, "index": index} if self._is_batch else answer
-
-    def all(self, now: float) -> Any:
-        """Every answer: a list for a batch, else the one."""
-        answers = [builder.response(now) for builder in self._builders]
-        return answers if self._is_batch else answers[0]
 
 
 class Engine:
@@ -142,10 +83,11 @@ class Engine:
         """Run one prompt or a list of them; `fields` as `GenerateArguments`.
 
         Returns an answer, or a list where a list (or n > 1) was asked for. With `stream` returns
-        an iterator of answers with cumulative text; abandoning it aborts the request.
+        an iterator of answers with cumulative text; closing or dropping it aborts the request.
         """
         call = self._read(prompt, sampling_params, stream, fields)
-        return self._stream(call) if stream else self._gather(call)
+        answers = AnswerStream(partial(self._run, call))
+        return answers if stream else answers.whole()
 
     async def async_generate(
         self,
@@ -157,7 +99,8 @@ class Engine:
     ) -> Any:
         """Do as `generate`; with `stream` the result is an asynchronous iterator."""
         call = self._read(prompt, sampling_params, stream, fields)
-        return self._async_stream(call) if stream else await self._async_gather(call)
+        answers = AsyncAnswerStream(partial(self._run, call))
+        return answers if stream else await answers.whole()
 
     def _read(
         self, prompt: Any, sampling_params: Any, stream: bool, fields: dict[str, Any]
@@ -165,54 +108,9 @@ class Engine:
         given = {"prompt": prompt, "sampling_params": sampling_params, **fields}
         return read_call(given, self._vocab_size, stream=stream, arrival=self._clock.wall())
 
-    def _gather(self, call: Call) -> Any:
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        answers = _Answers(call, self._clock.monotonic())
-        with self._running(call, news.put):
-            while not answers.are_complete:
-                answers.add(news.get())
-        return answers.all(self._clock.monotonic())
-
-    def _stream(self, call: Call) -> Iterator[dict[str, Any]]:
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        answers = _Answers(call, self._clock.monotonic())
-        with self._running(call, news.put):
-            while not answers.are_complete:
-                item = news.get()
-                answers.add(item)
-                yield answers.one(item[0], self._clock.monotonic())
-
-    async def _async_gather(self, call: Call) -> Any:
-        news, post = _async_mailbox()
-        answers = _Answers(call, self._clock.monotonic())
-        with self._running(call, post):
-            while not answers.are_complete:
-                answers.add(await news.get())
-        return answers.all(self._clock.monotonic())
-
-    async def _async_stream(self, call: Call) -> AsyncIterator[dict[str, Any]]:
-        news, post = _async_mailbox()
-        answers = _Answers(call, self._clock.monotonic())
-        with self._running(call, post):
-            while not answers.are_complete:
-                item = await news.get()
-                answers.add(item)
-                yield answers.one(item[0], self._clock.monotonic())
-
-    @contextlib.contextmanager
-    def _running(self, call: Call, post: Post) -> Iterator[None]:
-        """Submit a call's requests; aborts those still open when the caller leaves."""
+    def _run(self, call: Call, post: Post) -> RunningCall:
         tokenized = [self._tokenized(request) for request in call.requests]
-        submitted: list[str] = []
-        try:
-            for index, request in enumerate(tokenized):
-                self._loop.submit(request, _sink(index, post))
-                submitted.append(request.rid)
-            yield
-        except BaseException:
-            for rid in submitted:
-                self._loop.abort(rid)
-            raise
+        return RunningCall(self._loop, self._clock, call, tokenized, post)
 
     def _tokenized(self, request: GenerateRequest) -> TokenizedRequest:
         if request.input_ids is not None:
@@ -335,20 +233,3 @@ def _tokenizer(args: ServerArgs) -> Tokenizer | None:
         return None
     path = args.tokenizer_path or args.model_path
     return load_tokenizer(path, chat_template=args.chat_template)
-
-
-def _sink(index: int, post: Post) -> Callable[[TextDelta], None]:
-    return lambda delta: post((index, delta))
-
-
-def _async_mailbox() -> tuple[asyncio.Queue[News], Post]:
-    """Make a queue for the running event loop, and how another thread puts into it."""
-    loop = asyncio.get_running_loop()
-    news: asyncio.Queue[News] = asyncio.Queue()
-
-    def post(item: News) -> None:
-        # An event loop that was closed has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(news.put_nowait, item)
-
-    return news, post

@@ -83,11 +83,16 @@ def test_a_stream_is_cumulative_and_ends_as_the_whole_answer(engine):
     assert events[-1]["output_ids"] == whole["output_ids"]
 
 
-def test_an_abandoned_stream_is_aborted(engine):
-    stream = engine.generate(PROMPT, {**GREEDY, "max_new_tokens": 2000}, stream=True)
-    next(stream)
+def test_a_stream_starts_at_once_and_an_abandoned_one_is_aborted(engine):
+    streams = [
+        engine.generate(p, {**GREEDY, "max_new_tokens": 2000}, stream=True) for p in ("a", "b")
+    ]
+    assert stats(engine)["num_open"] == 2
+    next(streams[0])
+    streams[0].close()
     assert stats(engine)["num_open"] == 1
-    stream.close()
+    assert list(streams[0]) == []
+    del streams
     assert stats(engine)["num_open"] == 0
 
 
@@ -194,6 +199,9 @@ def test_async_calls_run_together_and_cancel(engine):
         answers = await asyncio.gather(*(engine.async_generate(p, GREEDY) for p in prompts))
         expected = [engine.generate(p, GREEDY)["output_ids"] for p in prompts]
         assert [a["output_ids"] for a in answers] == expected
+        stream = await engine.async_generate(PROMPT, GREEDY, stream=True)
+        await anext(stream)
+        await stream.aclose()
         events = [e async for e in await engine.async_generate(PROMPT, GREEDY, stream=True)]
         assert events[-1]["text"] == engine.generate(PROMPT, GREEDY)["text"]
         task = asyncio.create_task(
@@ -308,17 +316,11 @@ def test_a_full_queue_refuses():
         streams = [
             one.generate("x", {**GREEDY, "max_new_tokens": 2000}, stream=True) for _ in range(2)
         ]
-        for stream in streams[:1]:
-            next(stream)
-        waiting = threading.Thread(target=lambda: list(streams[1]))
-        waiting.start()
-        while stats(one)["num_open"] < 2:
-            pass
         with pytest.raises(RefusedError, match="open"):
             one.generate("y", GREEDY)
         one.abort("")
-        waiting.join()
-        list(streams[0])
+        kinds = [list(s)[-1]["meta_info"]["finish_reason"]["type"] for s in streams]
+        assert kinds == ["abort", "abort"]
 
 
 @pytest.mark.parametrize(
