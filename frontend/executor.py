@@ -46,7 +46,7 @@ class Executor:
         self.calls: list[Call] = []
         self.pieces: list[str] = []  # what the text grew by, in order
         self.error: BaseException | None = None
-        self.scopes: dict[str, int] = {}  # open variable scopes: where in the text they began
+        self.scopes: list[int] = []  # where in the text the open variable scopes began
         self.reasoning_type: str | None = None  # set while reasoning is being separated
         self._transcript = transcript or Transcript(session.backend.chat_template)
         self._queue: deque[Expr] = deque()

@@ -150,12 +150,11 @@ def _role_end(state: Executor, expr: RoleEnd) -> None:
 
 
 def _scope_begin(state: Executor, expr: ScopeBegin) -> None:
-    state.scopes[expr.name] = len(state.transcript.text)
+    state.scopes.append(len(state.transcript.text))
 
 
 def _scope_end(state: Executor, expr: ScopeEnd) -> None:
-    start = state.scopes.pop(expr.name)
-    _assign(state, expr.name, state.transcript.text[start:], None)
+    _assign(state, expr.name, state.transcript.text[state.scopes.pop() :], None)
 
 
 def _media(state: Executor, expr: Media) -> None:
