@@ -75,7 +75,7 @@ class BuiltRuntime:
         return {**self.facts, "max_sequence_len": core.max_sequence_len}
 
     def start_log(self, core: EngineCore) -> list[str]:
-        """Return lines for a person: model, groups and bytes per token of each, pools, longest context."""
+        """Return lines for a person: model, groups with bytes per token, pools, longest context."""
         fits = f"longest context that fits: {core.max_sequence_len} tokens"
         return [self.headline, *self.pools.lines, fits]
 

@@ -108,7 +108,7 @@ def _bytes(schema: CacheSchema, blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Largest value in [low, high] that fits, given that fitting is downward closed; low if none."""
+    """Largest value in [low, high] that fits (whatever is below one fits too); low if none."""
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

@@ -18,8 +18,8 @@ from torch import Tensor
 from statewise.runtime.scheduler.batch import TokenLogprob
 
 
-def _pairs(values: Tensor, ids: Sequence[int]) -> tuple[tuple[float, int], ...]:
-    return tuple(zip(values.tolist(), ids, strict=True))
+def _pairs(logits: Tensor, norm: float, ids: Sequence[int]) -> tuple[tuple[float, int], ...]:
+    return tuple((logit - norm, i) for logit, i in zip(logits.tolist(), ids, strict=True))
 
 
 def token_logprob(
@@ -32,8 +32,8 @@ def token_logprob(
     best: tuple[tuple[float, int], ...] = ()
     if top:
         values, ids = torch.topk(row, min(top, row.shape[0]))
-        best = _pairs(values - norm, ids.tolist())
-    named = _pairs(row[list(chosen)] - norm, chosen) if chosen else ()
+        best = _pairs(values, norm, ids.tolist())
+    named = _pairs(row[list(chosen)], norm, chosen) if chosen else ()
     return TokenLogprob(float(row[token_id]) - norm, token_id, best, named)
 
 

@@ -1,4 +1,4 @@
-"""Exactness on real tensors: whatever the cache, the batch and the pools do, the answer is the same.
+"""Exactness on real tensors: whatever cache, batch and pools do, the answer is the same.
 
 The simulation proves this over digests; here the model runner, the kernels and paged pools are in
 the loop. Pools start as NaN and so small that requests evict and preempt each other. The oracle is

@@ -26,7 +26,7 @@ class ByteDecoder:
 
 
 class ByteVocabulary:
-    """Implements `GrammarVocabulary` and `TextVocabulary`: token id = byte; 256 bos, 257 eos, 258 pad."""
+    """Implements `GrammarVocabulary` and `TextVocabulary`: ids are bytes, then bos, eos, pad."""
 
     tokens = [bytes([i]) for i in range(256)] + [b"<bos>", b"<eos>", b"<pad>"]
     special_ids = (256, 257, 258)

@@ -1,0 +1,40 @@
+"""What the machine module reads is plausible, and a cgroup's limit counts."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from statewise.runtime import machine
+
+
+def test_memory_is_within_the_machine():
+    free = machine.available_memory_bytes()
+    assert 0 < free <= psutil.virtual_memory().total
+
+
+def test_a_cgroup_limit_below_the_free_memory_wins(tmp_path, monkeypatch):
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(machine, "_CGROUP_FILES", ((str(limit), str(used)),))
+    for written, expected in (("3000000", 2_000_000), ("500", 0)):
+        limit.write_text(written)
+        used.write_text("1000000")
+        assert machine.available_memory_bytes() == expected
+    limit.write_text("max")
+    assert machine.available_memory_bytes() > 2_000_000
+
+
+def test_cores_are_those_this_process_may_use():
+    allowed = len(os.sched_getaffinity(0))
+    assert 1 <= machine.num_physical_cores() <= allowed
+    assert isinstance(machine.has_fast_bfloat16(), bool)
+
+
+def test_passive_waiting_does_not_overrule_the_environment(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    machine.wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    machine.wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
