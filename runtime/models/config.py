@@ -18,6 +18,9 @@ from typing import Any
 
 from statewise.runtime.errors import ModelLoadError
 
+MAX_SIZE = 1 << 24  # of any size in a config: a damaged file must not ask for all memory
+MAX_LAYERS = 4096
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -115,13 +118,15 @@ class Fields:
         """Whether the entry is there and not null."""
         return self.raw.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """Entry as an integer >= low."""
+    def integer(
+        self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE
+    ) -> int:
+        """Entry as an integer in low .. high."""
         value = self._value(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self.fail(f"{key!r} must be an integer of at least {low}, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.fail(f"{key!r} must be an integer from {low} to {high}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

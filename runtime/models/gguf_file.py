@@ -107,6 +107,43 @@ class GgufFile:
             self._values[key] = self._read_array(*self._arrays.pop(key), key)
         return self._values.get(key, default)
 
+    def integer(self, key: str) -> int | None:
+        """Value that must be an integer where it is there."""
+        value = self.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self.fail(f"metadata {key!r} must be an integer")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Value that must be true or false where it is there."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(f"metadata {key!r} must be true or false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """Value that must be a string where it is there."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(f"metadata {key!r} must be a string")
+        return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """Value that must be an array of strings where it is there."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.fail(f"metadata {key!r} must be an array of strings")
+        return value
+
+    def numbers(self, key: str, count: int) -> NDArray[Any] | None:
+        """Value that must be an array of `count` numbers where it is there."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or len(value) != count:
+            raise self.fail(f"metadata {key!r} must be an array of {count} numbers")
+        return value
+
     def keys(self) -> list[str]:
         """All metadata keys."""
         return [*self._values, *self._arrays]

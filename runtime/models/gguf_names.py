@@ -58,11 +58,11 @@ CONTROL_TOKEN = 3  # tokenizer.ggml.token_type
 
 def gguf_architecture(file: GgufFile) -> str:
     """GGUF name of the file's architecture; ModelLoadError where it is missing or unknown."""
-    name = file.get("general.architecture")
+    name = file.text("general.architecture")
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise file.fail(f"architecture {name!r} is not supported; known GGUF names: {known}")
-    if file.get("split.count", 1) > 1:
+    if (file.integer("split.count") or 1) > 1:
         raise file.fail("one part of a split model; join the parts with gguf-split first")
     return str(name)
 
@@ -113,14 +113,15 @@ def hf_config(file: GgufFile, divisors: Callable[[], tuple[float, ...]]) -> dict
 def token_ids(file: GgufFile) -> tuple[int | None, tuple[int, ...]]:
     """(beginning of text, ids that end a generation): end of text, end of turn."""
     ends = [
-        file.get(f"tokenizer.ggml.{key}")
+        file.integer(f"tokenizer.ggml.{key}")
         for key in ("eos_token_id", "eot_token_id", "eom_token_id")
     ]
-    texts, types = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
+    texts = file.strings("tokenizer.ggml.tokens") or []
+    types = file.numbers("tokenizer.ggml.token_type", len(texts))
     if types is not None:
         controls = {texts[i]: i for i in (types == CONTROL_TOKEN).nonzero()[0].tolist()}
         ends += [controls.get(text) for text in END_OF_TURN_TEXTS]
-    return file.get("tokenizer.ggml.bos_token_id"), tuple(
+    return file.integer("tokenizer.ggml.bos_token_id"), tuple(
         dict.fromkeys(i for i in ends if i is not None)
     )
 
@@ -153,7 +154,7 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     if ROPE_DIVISORS in file.tensors:
         return {"rope_type": "divisors", "divisors": divisors()}
-    kind = file.get(f"{read.arch}.rope.scaling.type", "none")
+    kind = file.text(f"{read.arch}.rope.scaling.type") or "none"
     if kind == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": read("rope.scaling.factor")}

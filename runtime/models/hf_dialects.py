@@ -18,7 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from statewise.runtime.models.config import DenseConfig, Fields, LayerConfig, RopeConfig
+from statewise.runtime.models.config import (
+    MAX_LAYERS,
+    DenseConfig,
+    Fields,
+    LayerConfig,
+    RopeConfig,
+)
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -34,7 +40,7 @@ def parse_llama(fields: Fields) -> DenseConfig:
     bias = fields.flag("attention_bias", False)
     return _dense(
         fields,
-        windows=[0] * fields.integer("num_hidden_layers"),
+        windows=[0] * _depth(fields),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
@@ -130,7 +136,7 @@ def _dense(
 
 
 def _depth(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers")
+    return fields.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def _activation(fields: Fields, default: str) -> str:

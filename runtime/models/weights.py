@@ -88,12 +88,15 @@ class WeightReader:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor, in the model's dtype."""
+        self._check(name, tuple(shape))
         out = torch.empty(*shape, dtype=self.dtype)
         self._read(name, out)
         return out
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Return several [rows_i, *rest] tensors as one [sum(rows), *rest] (fused projections)."""
+        for name, count in zip(names, rows, strict=True):
+            self._check(name, (count, *rest))
         out = torch.empty(sum(rows), *rest, dtype=self.dtype)
         first = 0
         for name, count in zip(names, rows, strict=True):
@@ -115,15 +118,17 @@ class WeightReader:
         self._pool.shutdown(cancel_futures=True)
         self._source.close()
 
-    def _read(self, name: str, out: Tensor) -> None:
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
         place = self._source.place(name)
         if name not in self._names:
-            raise ModelLoadError(f"{place}: tensor is missing (expected {list(out.shape)})")
+            raise ModelLoadError(f"{place}: tensor is missing (expected {list(expected)})")
         shape = self._source.shape(name)
-        if shape != tuple(out.shape):
+        if shape != expected:
             raise ModelLoadError(
-                f"{place}: tensor has shape {list(shape)}, expected {list(out.shape)}"
+                f"{place}: tensor has shape {list(shape)}, expected {list(expected)}"
             )
+
+    def _read(self, name: str, out: Tensor) -> None:
         self._source.read_into(name, out)
         self._unread.discard(name)
         self._read_bytes += self._source.size_bytes(name)

@@ -21,6 +21,7 @@ from statewise.runtime.tokenizer.hf_codec import HfCodec
 from statewise.runtime.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from statewise.runtime.tokenizer.sentencepiece_codec import (
     CONTROL,
+    NORMAL,
     UNKNOWN,
     USER_DEFINED,
     PieceTable,
@@ -44,22 +45,22 @@ class GgufVocabulary:
 
 def read_vocabulary(file: GgufFile) -> GgufVocabulary:
     """Build the tokenizer of an open file; ModelLoadError where it is absent or of another kind."""
-    kind = file.get("tokenizer.ggml.model")
-    tokens = file.get("tokenizer.ggml.tokens")
-    if kind is None or not isinstance(tokens, list):
+    kind = file.text("tokenizer.ggml.model")
+    tokens = file.strings("tokenizer.ggml.tokens")
+    if kind is None or not tokens:
         raise file.fail("no tokenizer in the metadata ('tokenizer.ggml.tokens')")
     types = _types(file, len(tokens))
     names = _special_names(file, len(tokens))
     if kind == "gpt2":
         pre = _pre_tokenizer(file)
         codec: TextCodec = _bpe_codec(file, tokens, types, pre)
-        adds_bos = bool(file.get("tokenizer.ggml.add_bos_token", pre.adds_bos))
+        adds_bos = file.flag("tokenizer.ggml.add_bos_token", pre.adds_bos)
     elif kind == "llama":
         codec = _sentencepiece_codec(file, tokens, types)
-        adds_bos = bool(file.get("tokenizer.ggml.add_bos_token", True))
+        adds_bos = file.flag("tokenizer.ggml.add_bos_token", True)
     else:
         raise file.fail(f"tokenizer {kind!r} is not supported; known: gpt2, llama")
-    adds_eos = bool(file.get("tokenizer.ggml.add_eos_token", False))
+    adds_eos = file.flag("tokenizer.ggml.add_eos_token", False)
     controls = (CONTROL, UNKNOWN) if kind == "llama" else (CONTROL,)
     return GgufVocabulary(
         codec=codec,
@@ -67,17 +68,13 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary:
         special_names=names,
         prefix_ids=[names["bos_token"]] if adds_bos and "bos_token" in names else [],
         suffix_ids=[names["eos_token"]] if adds_eos and "eos_token" in names else [],
-        chat_template=file.get("tokenizer.chat_template"),
+        chat_template=file.text("tokenizer.chat_template"),
     )
 
 
 def _types(file: GgufFile, num_tokens: int) -> list[int]:
-    types = file.get("tokenizer.ggml.token_type")
-    if types is None:
-        return [1] * num_tokens
-    if len(types) != num_tokens:
-        raise file.fail(f"{len(types)} token types for {num_tokens} tokens")
-    return [int(t) for t in types]
+    types = file.numbers("tokenizer.ggml.token_type", num_tokens)
+    return [NORMAL] * num_tokens if types is None else [int(t) for t in types.tolist()]
 
 
 def _special_names(file: GgufFile, num_tokens: int) -> dict[str, int]:
@@ -87,7 +84,7 @@ def _special_names(file: GgufFile, num_tokens: int) -> dict[str, int]:
         "unk_token": "unknown_token_id",
         "pad_token": "padding_token_id",
     }
-    ids = {name: file.get(f"tokenizer.ggml.{key}") for name, key in keys.items()}
+    ids = {name: file.integer(f"tokenizer.ggml.{key}") for name, key in keys.items()}
     for name, token_id in ids.items():
         if token_id is not None and not 0 <= token_id < num_tokens:
             raise file.fail(f"{name} {token_id} is outside the vocabulary ({num_tokens})")
@@ -95,7 +92,7 @@ def _special_names(file: GgufFile, num_tokens: int) -> dict[str, int]:
 
 
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
-    name = file.get("tokenizer.ggml.pre")
+    name = file.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise file.fail(f"pre-tokenizer {name!r} is not supported; known: {known}")
@@ -103,7 +100,8 @@ def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
 
 
 def _bpe_codec(file: GgufFile, tokens: list[str], types: list[int], pre: PreTokenizer) -> HfCodec:
-    merges = [tuple(m.split(" ", 1)) for m in file.get("tokenizer.ggml.merges", [])]
+    pairs = [m.partition(" ") for m in file.strings("tokenizer.ggml.merges") or []]
+    merges = [(left, right) for left, _, right in pairs]
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         model: Any = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignores_merges)
@@ -121,19 +119,19 @@ def _bpe_codec(file: GgufFile, tokens: list[str], types: list[int], pre: PreToke
 
 
 def _sentencepiece_codec(file: GgufFile, tokens: list[str], types: list[int]) -> SentencePieceCodec:
-    scores = file.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise file.fail("the SentencePiece vocabulary has no score for each token")
-    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    scores = file.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise file.fail("the SentencePiece vocabulary has no scores ('tokenizer.ggml.scores')")
+    unknown = file.integer("tokenizer.ggml.unknown_token_id")
     if unknown is None:
         unknown = types.index(UNKNOWN) if UNKNOWN in types else 0
     return SentencePieceCodec(
         PieceTable(
             tokens,
-            [float(s) for s in scores],
+            [float(s) for s in scores.tolist()],
             types,
-            int(unknown),
-            bool(file.get("tokenizer.ggml.add_space_prefix", True)),
+            unknown,
+            file.flag("tokenizer.ggml.add_space_prefix", True),
             str(file.path),
         )
     )

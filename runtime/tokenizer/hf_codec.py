@@ -26,6 +26,7 @@ from statewise.runtime.tokenizer.surface import (
 )
 
 CACHED_TOKENS = 1 << 16
+MAX_TOKEN_ID = (1 << 32) - 1  # the library's type
 
 
 class HfCodec:
@@ -65,6 +66,8 @@ class HfCodec:
         return [], []
 
     def _token_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            return b""
         piece = self._tokenizer.id_to_token(token_id)
         return b"" if piece is None else self._to_bytes(piece)
 

@@ -35,6 +35,15 @@ from statewise.runtime.tokenizer.provenance import TemplateText, join_texts
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Stands after the message that is to be continued; a noncharacter, so no text contains it.
 CONTINUE_MARK = "\ufdd0"
+# What a template's expressions raise on a conversation they were not written for.
+RENDER_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class _OriginCodeGenerator(CodeGenerator):
@@ -175,7 +184,7 @@ class ChatTemplate:
             text = join_texts(chunks)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"chat template: {error.message or error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except RENDER_ERRORS as error:
             raise InvalidRequestError(f"chat template: {type(error).__name__}: {error}") from error
         return _cut_at_mark(text) if continue_last else text
 
