@@ -36,7 +36,10 @@ from statewise.runtime.scheduler.batch import SampleSpec, TokenLogprob
 from statewise.runtime.worker.logprobs import token_logprob
 from statewise.runtime.worker.random import uniform
 
-FIRST_CANDIDATES = 1024  # sorted candidates tried before a whole vocabulary is sorted
+DRAW_BLOCK = 512  # weights summed at once where a running sum of all would be slow
+FLOOR_STEP = 0.03  # each floor of the search for candidates, relative to the one before
+FLOOR_END = 1e-9  # of the largest probability: then all tokens are candidates
+ALMOST_ONE = 1.0 - 2.0**-53
 
 # For a spec with a grammar: [V] bool of the tokens its grammar allows next.
 MaskOf = Callable[[SampleSpec], Tensor]
@@ -101,42 +104,69 @@ def adjusted(row: Tensor, spec: SampleSpec, mask_of: MaskOf) -> Tensor:
     return allowed
 
 
-def _survivors(scaled: Tensor, params: SamplingParams, count: int) -> tuple[Tensor, Tensor, bool]:
-    """(probabilities, ids, complete) of surviving tokens among the `count` most likely.
+def _candidates(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """(probabilities, ids) in descending order of all tokens that a filter might keep.
 
-    `complete` is False where a token beyond the first `count` might survive too.
+    Sorting a vocabulary is slow and rarely needed: once the tokens above a floor hold more than
+    top_p together, no token below it is among the first top_p of the mass.
     """
-    vocab = scaled.shape[0]
-    values, ids = torch.topk(scaled, min(count, vocab))
-    probs = torch.exp(values - torch.logsumexp(scaled, dim=0))
-    before = torch.cumsum(probs, 0, dtype=torch.float64) - probs
-    keep = (probs > 0) & (probs >= params.min_p * probs[0])
+    if params.top_k > 0:
+        best = torch.topk(probs, min(params.top_k, probs.shape[0]))
+        return best.values, best.indices
+    largest = float(probs.amax())
+    least = params.min_p * largest
+    floor = max(least, FLOOR_STEP * largest)
+    while True:
+        ids = (probs >= floor).nonzero().flatten()
+        values = probs[ids]
+        if floor <= least or float(values.sum(dtype=torch.float64)) > params.top_p:
+            break
+        floor = max(least, FLOOR_STEP * floor) if floor > FLOOR_END * largest else least
+    values, order = torch.sort(values, descending=True, stable=True)
+    return values, ids[order]
+
+
+def _survivors(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """(probabilities, ids) of the tokens that all filters keep; the most likely always is."""
+    values, ids = _candidates(probs, params)
+    keep = values >= params.min_p * values[0]
     if params.top_p < 1.0:
-        keep &= before <= params.top_p
+        keep &= torch.cumsum(values, 0, dtype=torch.float64) - values <= params.top_p
     keep[0] = True
-    limited = len(ids) == vocab or params.top_k == len(ids)
-    return probs[keep], ids[keep], limited or not bool(keep[-1])
+    return values[keep], ids[keep]
 
 
-def _draw(weights: Tensor, u: float) -> int:
+def _pick(weights: Tensor, u: float) -> int:
     """Index drawn in proportion to `weights` by inverting their running sum at `u` in [0, 1)."""
     total = torch.cumsum(weights, 0, dtype=torch.float64)
     index = int(torch.searchsorted(total, total[-1] * u, right=True))
     return min(index, int(torch.searchsorted(total, total[-1])))
 
 
+def _draw(weights: Tensor, u: float) -> int:
+    """Do as `_pick`, in two levels where `weights` is long: first a block, then within it."""
+    num_blocks = weights.shape[0] // DRAW_BLOCK
+    if num_blocks < 2:
+        return _pick(weights, u)
+    body = weights[: num_blocks * DRAW_BLOCK].view(num_blocks, DRAW_BLOCK).sum(1)
+    tail = weights[num_blocks * DRAW_BLOCK :].sum().unsqueeze(0)
+    sums = torch.cat([body, tail]).double()
+    block = _pick(sums, u)
+    before, here = float(sums[:block].sum()), float(sums[block])
+    rest = (u * float(sums.sum()) - before) / here
+    first = block * DRAW_BLOCK
+    return first + _pick(weights[first : first + DRAW_BLOCK], min(max(rest, 0.0), ALMOST_ONE))
+
+
 def choose(row: Tensor, params: SamplingParams, u: float) -> int:
     """Step 6: a token from adjusted logits `row` [V], given the uniform number `u`."""
     if params.is_greedy:
         return int(torch.argmax(row))
-    scaled = (row - row.max()) / params.temperature
+    probs = torch.softmax(row if params.temperature == 1.0 else row / params.temperature, dim=0)
     if params.top_k < 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return _draw(torch.softmax(scaled, dim=0), u)
-    count = params.top_k if params.top_k > 0 else FIRST_CANDIDATES
-    probs, ids, complete = _survivors(scaled, params, count)
-    if not complete:
-        probs, ids, _ = _survivors(scaled, params, scaled.shape[0])
-    return int(ids[_draw(probs, u)])
+        return _draw(probs, u)
+    weights, ids = _survivors(probs, params)
+    return int(ids[_draw(weights, u)])
 
 
 def _sample_row(row: Tensor, spec: SampleSpec, mask_of: MaskOf) -> tuple[int, str]:
