@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from statewise.kernels.select import BackendUnavailableError, select_backend
 from statewise.runtime.models.tiny import TinySize
 from support.model_driver import ModelDriver
 from support.tiny import ARCHS, load_tiny, tiny_model
@@ -147,6 +148,17 @@ def test_dynamic_rope_is_fixed_for_the_context_it_was_loaded_with() -> None:
     assert_close(ours, oracle_logits(path, ids))
     short = token_ids(60)
     assert_close(ModelDriver(load_tiny(path)).step(short)[0], oracle_logits(path, short))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_native_kernels_equal_transformers(arch: str) -> None:
+    try:
+        backend, ops = select_backend("cpu", torch.float32)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    path, ids = tiny_model(arch), token_ids()
+    driver = ModelDriver(load_tiny(path, ops=ops), backend=backend)
+    assert_close(chunked(driver, ids, CHUNKS), oracle_logits(path, ids))
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
