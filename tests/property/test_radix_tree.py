@@ -6,15 +6,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.radix_oracle import SCHEMAS, Harness, Request
 
 from statewise.radix import Namespace
+from support.radix_oracle import SCHEMAS, Harness, Request
 
 NAMESPACES = [Namespace(), Namespace("a"), Namespace("", "a")]
 # Few distinct tokens and long runs of one token: prefixes are shared and diverge anywhere.
-TOKENS = st.lists(
-    st.tuples(st.integers(0, 1), st.integers(1, 9)), min_size=1, max_size=6
-).map(lambda runs: [token for token, count in runs for _ in range(count)])
+TOKENS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 9)), min_size=1, max_size=6).map(
+    lambda runs: [token for token, count in runs for _ in range(count)]
+)
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -117,6 +117,6 @@ class TreeMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("schema_name", SCHEMAS)
 def test_tree_equals_dictionaries(schema_name: str) -> None:
     machine = type("Machine", (TreeMachine,), {"schema_name": schema_name})
-    run = settings(max_examples=25, stateful_step_count=30, deadline=None)
+    run = settings(max_examples=20, stateful_step_count=30, deadline=None)
     machine.TestCase.settings = run
     machine.TestCase().runTest()
