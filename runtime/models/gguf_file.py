@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from statewise.runtime.errors import ModelLoadError
+from statewise.runtime.models.mapped_file import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -87,10 +88,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as handle:
-            if path.stat().st_size < len(MAGIC):
-                raise ModelLoadError(f"{path}: truncated: not even a GGUF header")
-            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map = map_file(path, len(MAGIC), mmap.ACCESS_READ)
         self._size = len(self._map)
         self._at = 0
         self._values: dict[str, Any] = {}

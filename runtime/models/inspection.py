@@ -61,6 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path}: file is missing") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelLoadError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from statewise.runtime.errors import ModelLoadError
+from statewise.runtime.models.mapped_file import map_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -159,12 +160,9 @@ def _indexed_files(index: Path) -> dict[Path, frozenset[str] | None]:
 
 def _open_header(file: Path) -> tuple[mmap.mmap, dict[str, Any], int]:
     """Map a file; return (map, header, offset of the data)."""
-    with file.open("rb") as handle:
-        size = file.stat().st_size
-        if size < 8:
-            raise ModelLoadError(f"{file}: truncated: {size} bytes hold no safetensors header")
-        # Copy on write: torch wants a writable buffer, nothing ever writes to it.
-        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    # Copy on write: torch wants a writable buffer, nothing ever writes to it.
+    mapped = map_file(file, 8, mmap.ACCESS_COPY)
+    size = len(mapped)
     length = int.from_bytes(mapped[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise ModelLoadError(f"{file}: not a safetensors file (header of {length} bytes)")
