@@ -3,9 +3,12 @@
 The public names of the tree are exported here; README.md shows how they fit together.
 """
 
+from statewise.radix.cost import CostModel, CostObserver, TierCost
 from statewise.radix.key import Namespace, TokenKey
 from statewise.radix.lease import Lease
 from statewise.radix.match import Match, Snapshot
+from statewise.radix.plan import Level, Load, Recompute, RecoveryPlan, Replay, Reuse
+from statewise.radix.planner import Budget, plan
 from statewise.radix.results import (
     Duplicates,
     Freed,
@@ -18,17 +21,37 @@ from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
 from statewise.radix.segment import Tier
 from statewise.radix.stamp import Stamp, StampTable
 from statewise.radix.tree import RadixTree
+from statewise.radix.validation import (
+    ChainLayer,
+    Condition,
+    GroupEnv,
+    ValidationEnv,
+    Verdict,
+    validate,
+)
 
 __all__ = [
+    "Budget",
     "CacheSchema",
+    "ChainLayer",
+    "Condition",
+    "CostModel",
+    "CostObserver",
     "Duplicates",
     "Freed",
+    "GroupEnv",
     "GroupKind",
     "Lease",
+    "Level",
+    "Load",
     "Match",
     "Namespace",
     "Published",
     "RadixTree",
+    "Recompute",
+    "RecoveryPlan",
+    "Replay",
+    "Reuse",
     "SlowBlock",
     "Snapshot",
     "StaleMatchError",
@@ -36,6 +59,11 @@ __all__ = [
     "StampTable",
     "StateGroupSpec",
     "Tier",
+    "TierCost",
     "TokenKey",
+    "ValidationEnv",
+    "Verdict",
     "Written",
+    "plan",
+    "validate",
 ]

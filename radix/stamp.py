@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from statewise.radix.schema import CacheSchema
+from statewise.radix.schema import CacheSchema, StateGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,14 @@ class Stamp:
     version: str  # attention configuration of the group
     layout_id: str  # kernel ABI
     weights_epoch: int = 0
+    boundary: str = ""  # how a trailing group's window moves
+
+
+def boundary_of(spec: StateGroupSpec) -> str:
+    """Name how trailing state moves: window, tokens that stay, compression grid; "" for history."""
+    if spec.kind.is_history:
+        return ""
+    return f"{spec.kind.value}/{spec.window}/{spec.sinks}/{spec.ratio}/{spec.overlap}"
 
 
 class StampTable:
@@ -49,6 +57,14 @@ class StampTable:
     def of_schema(self, schema: CacheSchema, weights_epoch: int = 0) -> tuple[int, ...]:
         """Intern the stamp of every group of `schema`."""
         return tuple(
-            self.intern(Stamp(schema.model_fingerprint, g.version, g.layout_id, weights_epoch))
+            self.intern(
+                Stamp(
+                    schema.model_fingerprint,
+                    g.version,
+                    g.layout_id,
+                    weights_epoch,
+                    boundary_of(g),
+                )
+            )
             for g in schema.groups
         )

@@ -89,11 +89,19 @@ class RadixTree:
             Match(self.schema, self.stamps, self.topology.version, namespace, key)
         )
 
-    def lease(self, match: Match, position: int, repairing: Collection[int] = ()) -> Lease:
+    def lease(
+        self,
+        match: Match,
+        position: int,
+        repairing: Collection[int] = (),
+        read_from: int | None = None,
+    ) -> Lease:
         """Protect what resuming at `position` (tokens) needs, and refresh only that.
 
         `repairing` names groups that the caller will rebuild: what they still have is protected,
-        nothing of theirs is required. Raises ValueError where another group cannot resume at
+        nothing of theirs is required. With `read_from`, windows are protected from where a resume
+        at that earlier position would read them (a replay starts there) until `advance` or
+        `publish` moves them. Raises ValueError where another group cannot resume at
         `position` even after a load, StaleMatchError where what the match relied on has gone
         since (match again and plan anew). Nothing is protected when it raises.
         """
@@ -102,20 +110,28 @@ class RadixTree:
                 name = self.schema.groups[group].name
                 raise ValueError(f"group {name!r} cannot resume at {position}: {match!r}")
         if match.version != self.topology.version:
-            match = self._renew(match, position)
+            match = self._renew(match, position, read_from)
         page = position // self._page_size
         top = self.topology
         node = top.boundary_node(match.nodes[-1], page) if page else top.root(match.namespace)
         top.lock(node)
         lease = Lease(match.namespace, match, node, position)
         for index, group in enumerate(self._windows):
-            pinned = protected_pages(self.schema.groups[group], position, page, self._page_size)
+            pinned = self._pinned(group, position, read_from)
             lease.pinned.append(pinned)
             for start, stop in ranges_of(pinned):
                 self.trailing.lock(node, index, start, stop)
         if node.checkpoints:
             self._start_from(lease, node, page, position)
         return lease
+
+    def _pinned(self, group: int, position: int, read_from: int | None) -> Pinned:
+        """Pages of a window group that a lease at `position` protects, back to `read_from`."""
+        spec, size = self.schema.groups[group], self._page_size
+        sinks, lo, hi = protected_pages(spec, position, position // size, size)
+        if read_from is not None and read_from < position:
+            lo = min(lo, protected_pages(spec, read_from, hi, size)[1])
+        return min(sinks, lo), lo, hi
 
     @staticmethod
     def _able(match: Match, group: int, position: int) -> bool:
@@ -132,13 +148,13 @@ class RadixTree:
             self.trailing.lock_checkpoint(checkpoint)
             lease.checkpoint = checkpoint
 
-    def _renew(self, match: Match, position: int) -> Match:
+    def _renew(self, match: Match, position: int, read_from: int | None) -> Match:
         """Match again; the same state must still be there for everything needed."""
         fresh = self.match(match.namespace, match.key)
         page = position // self._page_size
         same = fresh.logical_pages >= page and fresh.stamps == match.stamps
         if same and position:
-            same = self._same_pages(match, fresh, position, page)
+            same = self._same_pages(match, fresh, position, read_from)
             mine, theirs = match.snapshot_at(position), fresh.snapshot_at(position)
             if same and mine is not None:
                 same = theirs is not None and set(mine.blocks) <= set(theirs.blocks)
@@ -146,13 +162,16 @@ class RadixTree:
             raise StaleMatchError(f"state below {position} has left the tree since the match")
         return fresh
 
-    def _same_pages(self, match: Match, fresh: Match, position: int, page: int) -> bool:
+    def _same_pages(
+        self, match: Match, fresh: Match, position: int, read_from: int | None
+    ) -> bool:
+        page = position // self._page_size
         for group, spec in enumerate(self.schema.groups):
             if spec.kind.is_snapshot:
                 continue
             lo, sinks = 0, 0
             if spec.kind.is_window:
-                sinks, lo, _ = protected_pages(spec, position, page, self._page_size)
+                sinks, lo, _ = self._pinned(group, position, read_from)
             for rows in (Match.blocks, Match.generations, Match.tiers):
                 old, new = rows(match, group), rows(fresh, group)
                 if not np.array_equal(old[lo:page], new[lo:page]):
