@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 # Regular expressions of `dtype`, in the common subset of Python's and the server's grammar engine.
-# Trailing blanks are allowed so that the model can end a number the way it likes to.
+# A blank ends a number (`NUMBER_STOPS`), and anything may follow it: the model's next word usually
+# comes in one token with its blank, and forbidding it would make the model go on with digits.
+_REST = r"([ \n](.|\n)*)?"
 DTYPE_REGEX = {
-    "int": r"[+-]?[0-9]+[ \n]?",
-    "float": r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[ \n]?",
+    "int": r"[+-]?[0-9]+" + _REST,
+    "float": r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)" + _REST,
     "bool": r"(True|False)",
     "str": r'"[^"\\\n]*"',
 }

@@ -46,8 +46,8 @@ def test_names_of_the_native_api() -> None:
 @pytest.mark.parametrize(
     ("dtype", "good", "bad"),
     [
-        (int, ["1", "-20", "+3 ", "4\n"], ["1.5", "x", ""]),
-        (float, ["1", "1.5", ".5", "-2.", "3.25 "], [".", "x", ""]),
+        (int, ["1", "-20", "+3 ", "4\n", "24 hours\nand"], ["1.5", "x", "", "1x"]),
+        (float, ["1", "1.5", ".5", "-2.", "3.25 km"], [".", "x", ""]),
         (bool, ["True", "False"], ["true", ""]),
         (str, ['"a b"', '""'], ["a", '"a"b"']),
     ],
