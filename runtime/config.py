@@ -123,7 +123,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         int, _count("scheduling", "most requests that run at the same time", 1)
     ] = 64
     max_queued_requests: Annotated[
-        int, _count("scheduling", "most open requests; more are refused with 503", 1)
+        int, _count("scheduling", "most waiting requests; more are refused with 503", 1)
     ] = 4096
     chunked_prefill_size: Annotated[int, _count("scheduling", "token budget of one step", 1)] = 512
     schedule_policy: Annotated[

@@ -2,7 +2,8 @@
 
     server --GenerateRequest--> tokenizer --TokenizedRequest--> scheduler
     scheduler --TokenDelta--> detokenizer --TextDelta--> server
-    server <--> scheduler: control (abort, flush, stats, match); detokenizer --StopMatched--> scheduler
+    server <--> scheduler: control (abort, flush, stats, match)
+    detokenizer --StopMatched--> scheduler
 
 Every request ends with exactly one delta whose `finish` is set. Token ids travel as int32
 little-endian bytes. This module holds no behaviour beyond encoding.

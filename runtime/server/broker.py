@@ -252,12 +252,20 @@ class Broker:
     # ------------------------------------------------------------- the inbox
 
     def _drain(self) -> None:
-        messages = self._inbox.receive()
-        for message in messages:
-            self._take(message)
-        if messages and self._loop is not None:
-            # The descriptor is edge-triggered: look again until nothing comes, after others ran.
-            self._loop.call_soon(self._drain)
+        """Take what has arrived, and look again, after others ran, until nothing comes.
+
+        The descriptor is edge-triggered: a message left unread would not be announced again, so
+        the next look is arranged even where a message turns out to be a programmer error.
+        """
+        is_empty = False
+        try:
+            messages = self._inbox.receive()
+            is_empty = not messages
+            for message in messages:
+                self._take(message)
+        finally:
+            if not is_empty and self._loop is not None:
+                self._loop.call_soon(self._drain)
 
     def _take(self, message: AnyMessage) -> None:
         match message:

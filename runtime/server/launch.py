@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def raise_file_limit() -> None:
+    """Allow as many open files, and so clients, as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def url_of(listener: socket.socket) -> str:
     """Return the URL a person can open (a wildcard address is shown as loopback)."""
     host, port = listener.getsockname()[:2]
@@ -74,7 +82,8 @@ class Server:
         self._directory = links.SocketDirectory()
         metrics = Metrics(model_name_of(args), with_sglang_names=args.sglang_metrics)
         inbox = self._directory.address(links.SERVER, 0)
-        self._broker = Broker(inbox, args.max_queued_requests, self._clock, metrics)
+        max_open = args.max_queued_requests + args.max_running_requests
+        self._broker = Broker(inbox, max_open, self._clock, metrics)
         self._service = Service(args, self._broker, metrics, self._clock)
         self._supervisor = Supervisor(args, self._directory, self._clock, self._service, modules)
         self._service.supervisor = self._supervisor
@@ -88,7 +97,7 @@ class Server:
     async def run(self) -> int:
         """Serve until asked to stop or unable to go on; returns the exit status."""
         loop = asyncio.get_running_loop()
-        for sig in (signal.SIGINT, signal.SIGTERM):
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(sig, self._on_signal)
         self._broker.start()
         http = _make_http(self._service)
@@ -202,6 +211,7 @@ def serve(args: ServerArgs, modules: Mapping[str, str] = MODULES) -> int:
     `modules` names the Python module of each child process.
     """
     logs.set_up("server", args.log_level)
+    raise_file_limit()
     try:
         return asyncio.run(_serve(args, modules))
     except OperatingError as error:

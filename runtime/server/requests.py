@@ -110,6 +110,30 @@ def checked_priority(value: int) -> int:
     return value
 
 
+class Conversation(msgspec.Struct, rename={"continues": "continue"}):
+    """What `GenerateRequest.chat` holds, as JSON."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    continues: bool = False
+    generation_prompt: bool = True
+    variables: dict[str, Any] = {}
+
+
+def checked_chat(data: bytes) -> bytes:
+    """Check a conversation that came encoded. Raises InvalidRequestError naming the field."""
+    try:
+        chat = msgspec.json.decode(data, type=Conversation)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"'chat': {error}") from error
+    if not chat.messages:
+        raise InvalidRequestError("'chat.messages' is empty; at least one message is needed")
+    for i, message in enumerate(chat.messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"'chat.messages[{i}].role' must be a string")
+    return msgspec.json.encode(chat)
+
+
 def checked_request(request: GenerateRequest, vocab_size: int) -> GenerateRequest:
     """Check a whole request that came as a message (RPC): types hold already, ranges may not."""
     prompts = [p for p in (request.text, request.input_ids, request.chat) if p is not None]
@@ -121,6 +145,7 @@ def checked_request(request: GenerateRequest, vocab_size: int) -> GenerateReques
     return msgspec.structs.replace(
         request,
         rid=checked_text("rid", request.rid, MAX_RID_CHARS),
+        chat=None if request.chat is None else checked_chat(request.chat),
         sampling=normalized(fields, vocab_size),
         logprob=checked_logprob(request.logprob, vocab_size),
         cache=checked_cache(request.cache.salt, request.cache.adapter, request.cache.checkpoint),

@@ -1,4 +1,4 @@
-"""The RPC endpoint for outside clients: one ROUTER socket, the messages of messages.py (docs/rpc.md).
+"""The RPC endpoint for outside clients: one ROUTER socket (docs/rpc.md).
 
     client DEALER --GenerateRequest--> ROUTER     TextDelta ... the last with `finish` set
                   --AbortRequest-->               (the request's last TextDelta says so)

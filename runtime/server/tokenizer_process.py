@@ -124,12 +124,19 @@ class TokenizerLoop:
         try:
             tokenized = self._tokenized(request)
         except OperatingError as error:
-            reason = FinishReason(
-                "error", message=str(error), code=error.code, http_status=error.http_status
-            )
-            self._child.send(links.SERVER, [TextDelta(request.rid, finish=reason)])
-            return
-        self._child.send(links.SCHEDULER, [tokenized])
+            self._refuse(request, error)
+        except Exception:
+            # One request's text must not end all the others, and nothing here outlives a request.
+            log.exception("request %s cannot be tokenized", request.rid)
+            self._refuse(request, OperatingError("the prompt could not be tokenized"))
+        else:
+            self._child.send(links.SCHEDULER, [tokenized])
+
+    def _refuse(self, request: GenerateRequest, error: OperatingError) -> None:
+        reason = FinishReason(
+            "error", message=str(error), code=error.code, http_status=error.http_status
+        )
+        self._child.send(links.SERVER, [TextDelta(request.rid, finish=reason)])
 
     def _tokenized(self, request: GenerateRequest) -> TokenizedRequest:
         ids = self._ids_of(request)

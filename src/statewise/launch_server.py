@@ -1,4 +1,4 @@
-"""`python -m statewise.launch_server`: start a server (docs/api.md). See runtime/server/launch.py."""
+"""`python -m statewise.launch_server`: start a server (docs/api.md)."""
 
 from __future__ import annotations
 

@@ -302,7 +302,9 @@ NEEDS_MESSAGE: list[tuple[str, str, bytes, int, str]] = [
     ("invalid UTF-8", "/generate", b'{"text": "a\xff"}', 400, "UTF-8"),
     ("lone surrogate", "/generate", b'{"text": "\\ud800 x y z"}', 400, "surrogate"),
     ("NaN", "/generate", b'{"text": "a", "sampling_params": {"temperature": NaN}}', 400, "NaN"),
-    ("infinite", "/generate", b'{"text":"a","sampling_params":{"temperature":1e999}}', 400, "range"),
+    ("infinite", "/generate",
+     b'{"text":"a","sampling_params":{"temperature":1e999}}',
+     400, "range"),
     ("deep", "/generate", b'{"text":"a","sampling_params":{"stop":' + b"[" * 20_000, 400, "deep"),
     ("too large", "/generate", b'{"text": "' + b"a" * (1 << 17) + b'"}', 413, "max-body-bytes"),
     ("no prompt", "/generate", b"{}", 400, "exactly one of"),
@@ -317,26 +319,43 @@ NEEDS_MESSAGE: list[tuple[str, str, bytes, int, str]] = [
     ("id is a bool", "/generate", b'{"input_ids": [true]}', 400, "input_ids"),
     ("mixed ids", "/generate", b'{"input_ids": [[1], 2]}', 400, "mixes"),
     ("unknown parameter", "/generate", b'{"text":"a","sampling_params":{"foo":1}}', 400, "foo"),
-    ("negative length", "/generate", b'{"text":"a","sampling_params":{"max_new_tokens":-1}}', 400, "max_new_tokens"),
+    ("negative length", "/generate",
+     b'{"text":"a","sampling_params":{"max_new_tokens":-1}}',
+     400, "max_new_tokens"),
     ("n of 0", "/generate", b'{"text":"a","sampling_params":{"n":0}}', 400, "'n'"),
-    ("bad seed", "/generate", b'{"text":"a","sampling_params":{"sampling_seed":"x"}}', 400, "sampling_seed"),
-    ("params mismatch", "/generate", b'{"text":["a","b"],"sampling_params":[{}]}', 400, "1 values for 2"),
-    ("bad logprob start", "/generate", b'{"text":"a","return_logprob":true,"logprob_start_len":9}', 400, "logprob_start_len"),
-    ("bad top", "/generate", b'{"text":"a","return_logprob":true,"top_logprobs_num":999}', 400, "999"),
+    ("bad seed", "/generate",
+     b'{"text":"a","sampling_params":{"sampling_seed":"x"}}',
+     400, "sampling_seed"),
+    ("params mismatch", "/generate",
+     b'{"text":["a","b"],"sampling_params":[{}]}',
+     400, "1 values for 2"),
+    ("bad logprob start", "/generate",
+     b'{"text":"a","return_logprob":true,"logprob_start_len":9}',
+     400, "logprob_start_len"),
+    ("bad top", "/generate",
+     b'{"text":"a","return_logprob":true,"top_logprobs_num":999}',
+     400, "999"),
     ("adapter", "/generate", b'{"text":"a","lora_path":"x"}', 400, "adapter"),
     ("image", "/generate", b'{"text":"a","image_data":"x"}', 400, "image_data"),
     ("long rid", "/generate", b'{"text":"a","rid":"' + b"r" * 300 + b'"}', 400, "rid"),
     ("priority", "/generate", b'{"text":"a","priority":99999999999}', 400, "priority"),
     ("too long", "/generate", b'{"text": "' + b"a" * 5000 + b'"}', 400, "5000 tokens"),
-    ("too long stream", "/generate", b'{"stream": true, "text": "' + b"a" * 5000 + b'"}', 400, "5000 tokens"),
+    ("too long stream", "/generate",
+     b'{"stream": true, "text": "' + b"a" * 5000 + b'"}',
+     400, "5000 tokens"),
     ("no prompt field", "/v1/completions", b"{}", 400, "prompt"),
     ("suffix", "/v1/completions", b'{"prompt":"a","suffix":"b"}', 400, "suffix"),
     ("empty prompt list", "/v1/completions", b'{"prompt":[]}', 400, "prompt"),
     ("mixed prompt", "/v1/completions", b'{"prompt":["a",1]}', 400, "prompt"),
     ("no messages", "/v1/chat/completions", b'{"messages":[]}', 400, "messages"),
     ("no role", "/v1/chat/completions", b'{"messages":[{"content":"a"}]}', 400, "messages[0].role"),
-    ("picture", "/v1/chat/completions", b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', 400, "text parts"),
-    ("bad format", "/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"xml"}}', 400, "response_format"),
+    ("picture", "/v1/chat/completions",
+     b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}',
+     400, "text parts"),
+    ("bad format", "/v1/chat/completions",
+     b'{"messages":[{"role":"user","content":"a"}],'
+     b'"response_format":{"type":"xml"}}',
+     400, "response_format"),
     ("abort nothing", "/abort_request", b"{}", 400, "rid"),
     ("detokenize range", "/detokenize", b'{"tokens":[70000]}', 400, "70000"),
 ]  # fmt: skip
@@ -375,9 +394,17 @@ def test_a_ten_megabyte_body_is_refused_and_read(server: ServerProcess) -> None:
 
 
 def test_null_means_default(server: ServerProcess) -> None:
-    body = {"text": "a", "rid": None, "stream": None, "lora_path": None,
-            "sampling_params": {"max_new_tokens": 1, "stop": None, "temperature": None}}  # fmt: skip
+    params = {"max_new_tokens": 1, "stop": None, "temperature": None}
+    body = {"text": "a", "rid": None, "stream": None, "lora_path": None, "sampling_params": params}
     assert server.post("/generate", body).json()["text"] == "a"
+
+
+def test_a_stream_interval_makes_fewer_events() -> None:
+    with echo_server({"ECHO_STEP_S": "0.01"}, stream_interval=5) as server:
+        body = {"text": "abc", "stream": True, "sampling_params": {"max_new_tokens": 22}}
+        counts = [len(event["output_ids"]) for event in events(server.post("/generate", body))]
+        assert counts[-1] == 22
+        assert all(b - a >= 5 for a, b in itertools.pairwise(counts[:-1]))
 
 
 def test_keys_guard_all_but_health_and_metrics() -> None:

@@ -1,4 +1,4 @@
-"""A real server with a real (tiny, random, hybrid) model: text, reuse, grammar, death, quiescence."""
+"""A real server with a tiny random hybrid model: text, reuse, grammar, death, quiescence."""
 
 from __future__ import annotations
 
@@ -94,6 +94,10 @@ def test_grammars_hold_the_output(server: ServerProcess) -> None:
     assert isinstance(json.loads(made.choices[0].message.content or "")["ok"], bool)
     bad = server.post("/generate", {"text": "x", "sampling_params": {"regex": "("}})
     assert bad.status_code == 400
+    assert bad.json()["error"]["code"] == "invalid_grammar"
+    for stop in ("(", "a{99999}"):
+        bad = server.post("/generate", {"text": "x", "sampling_params": {"stop_regex": stop}})
+        assert bad.status_code == 400
     assert generate(server, "after")["text"]
 
 

@@ -1,4 +1,4 @@
-"""Every class of message survives the wire, and no bytes from outside can do more than be refused."""
+"""Every class of message survives the wire; bytes from outside can only be refused."""
 
 from __future__ import annotations
 

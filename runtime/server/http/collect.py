@@ -26,11 +26,21 @@ class Collector:
         self.answer = ResponseBuilder(request.rid, request.logprob, started)
         self._text_taken = 0
         self._logprobs_taken = 0
+        self._tokens_shown = 0
 
     @property
     def finish_kind(self) -> str | None:
         """stop, length or abort once the request has ended; None before."""
         return None if self.answer.finish is None else self.answer.finish.kind
+
+    def is_due(self, interval: int) -> bool:
+        """Whether there is enough new for an event; if so, counting starts again."""
+        num_tokens = len(self.answer.token_ids)
+        is_first = self._tokens_shown == 0
+        if self.finish_kind is None and not is_first and num_tokens - self._tokens_shown < interval:
+            return False
+        self._tokens_shown = num_tokens
+        return True
 
     def take_text(self) -> str:
         """Return the text since the last call."""
@@ -74,12 +84,15 @@ async def run_all(service: Service, requests: Sequence[GenerateRequest]) -> list
 async def run_stream(
     service: Service, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[Collector, None]:
-    """Run the requests; yields a collector each time it has news.
+    """Run the requests; yields a collector each time it has news worth an event.
 
-    Raises FailedRequestError if one fails. Closing the generator aborts what has not ended.
+    After a request's first token that is `--stream-interval` tokens, or its end. Raises
+    FailedRequestError if one fails. Closing the generator aborts what has not ended.
     """
     group = collectors(service, requests)
+    interval = service.args.stream_interval
     with service.broker.open(requests) as reply:
         while touched := await _absorb(reply, group):
             for collector in touched:
-                yield collector
+                if collector.is_due(interval):
+                    yield collector

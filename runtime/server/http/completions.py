@@ -116,9 +116,12 @@ def _prompts(prompt: str | Sequence[str | int | list[int]], vocab: int) -> list[
         raise InvalidRequestError(f"a batch of {len(prompt)} prompts; at most {checks.MAX_BATCH}")
     if all(isinstance(one, str) for one in prompt):
         return [{"text": one} for one in prompt]
-    if all(isinstance(one, list) for one in prompt):
-        return [{"input_ids": checks.checked_ids("prompt", list(p), vocab)} for p in prompt]  # type: ignore[arg-type]
-    return [{"input_ids": checks.checked_ids("prompt", list(prompt), vocab)}]
+    nested = [one for one in prompt if isinstance(one, list)]
+    if nested and len(nested) < len(prompt):
+        raise InvalidRequestError("'prompt' mixes token ids and lists of token ids")
+    batches: list[Sequence[Any]] = [*nested] or [prompt]
+    packed = [checks.checked_ids("prompt", ids, vocab) for ids in batches]
+    return [{"input_ids": data} for data in packed]
 
 
 def _logprob_options(body: CompletionBody, vocab_size: int) -> LogprobOptions:

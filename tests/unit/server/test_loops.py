@@ -199,6 +199,21 @@ def test_tokenizer_refuses_what_cannot_run(
     assert child.sent["scheduler"] == []
 
 
+def test_tokenizer_a_prompt_it_fails_on_ends_that_request_alone(
+    child: FakeChild, caplog: pytest.LogCaptureFixture
+) -> None:
+    child.arriving = [
+        GenerateRequest("bad", SamplingParams(), chat=b'{"messages": [5]}'),
+        GenerateRequest("good", SamplingParams(), text="x"),
+    ]
+    loop = tokenizer(child)
+    loop.turn()
+    loop.turn()
+    assert ends(child.sent["server"]) == [("bad", "error")]
+    assert [m.rid for m in child.sent["scheduler"] if isinstance(m, TokenizedRequest)] == ["good"]
+    assert "TypeError" in caplog.text
+
+
 def test_without_a_tokenizer_only_ids_are_taken(child: FakeChild) -> None:
     loop = TokenizerLoop(cast(Child, child), None)
     params = SamplingParams()

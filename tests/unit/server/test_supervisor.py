@@ -12,7 +12,7 @@ import pytest
 
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.messages import Heartbeat, Ready
-from statewise.runtime.server import links, supervisor
+from statewise.runtime.server import links
 from statewise.runtime.server.child import EXIT_UNUSABLE, read_spec
 from statewise.runtime.server.supervisor import (
     MAX_RESTARTS,
@@ -112,8 +112,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     FakePopen.started = []
-    monkeypatch.setattr(supervisor.subprocess, "Popen", FakePopen)
-    assert subprocess.Popen is FakePopen
+    monkeypatch.setattr(subprocess, "Popen", FakePopen)
     world = World()
     yield world
     world.directory.remove()
@@ -191,9 +190,9 @@ def test_two_deaths_in_one_look_are_both_dealt_with(world: World) -> None:
     world.supervisor.poll()
     assert [name for name, _ in world.log.died] == [links.TOKENIZER, links.DETOKENIZER]
     world.ready(links.TOKENIZER)
-    assert world.supervisor.state is ServerState.DEGRADED
+    assert world.log.states[-1] is ServerState.DEGRADED
     world.ready(links.DETOKENIZER)
-    assert world.supervisor.state is ServerState.SERVING
+    assert world.log.states[-1] is ServerState.SERVING
 
 
 def test_silence_is_death_but_not_while_starting(world: World) -> None:
