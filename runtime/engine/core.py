@@ -302,18 +302,26 @@ class EngineCore:
             self._emit(request, None)
 
     def _accept_token(self, request: Request, result: RowResult, now: float) -> FinishReason | None:
-        request.append(result.token_id)
-        self.counters.generation_tokens += 1
+        """Append the sampled token and those its grammar forces, up to one that ends the output."""
+        self._time_token(request, now)
+        if request.message.logprob.enabled:
+            assert result.logprob is not None
+            request.logprobs.append(_entry(result.logprob))
+        for token_id in (result.token_id, *result.forced_ids):
+            request.append(token_id)
+            self.counters.generation_tokens += 1
+            finish = request.finish_reason_after(token_id, self.limits.eos_token_ids)
+            if finish is not None:
+                return finish
+        return None
+
+    def _time_token(self, request: Request, now: float) -> None:
         if request.first_token_at < 0:
             request.first_token_at = now
             self.counters.ttft.add(now - request.arrival)
         else:
             self.counters.inter_token.add(now - request.last_token_at)
         request.last_token_at = now
-        if request.message.logprob.enabled:
-            assert result.logprob is not None
-            request.logprobs.append(_entry(result.logprob))
-        return request.finish_reason_after(result.token_id, self.limits.eos_token_ids)
 
     def _collect_prompt_logprobs(self, request: Request, row: BatchRow, result: RowResult) -> None:
         if row.prompt_logprobs_from < 0:

@@ -60,6 +60,7 @@ class SampleSpec:
     return_logprob: bool = False
     logprob_token_ids: tuple[int, ...] = ()
     grammar_key: str | None = None  # the request whose grammar state masks the logits
+    max_forced: int = 0  # tokens that may be jumped over where the grammar leaves no choice
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class RowResult:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""  # a row-level failure (NaN logits, say): the request ends with it
+    forced_ids: tuple[int, ...] = ()  # tokens that must follow `token_id`, by its grammar
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ def sample_spec(request: Request, eos_ids: frozenset[int]) -> SampleSpec:
         return_logprob=logprob.enabled,
         logprob_token_ids=logprob.token_ids if logprob.enabled else (),
         grammar_key=request.rid if params.grammar is not None else None,
+        # The token itself takes one place; a jumped token would have no log probability.
+        max_forced=0 if logprob.enabled else request.expected_output_len - 1,
     )
 
 

@@ -296,17 +296,28 @@ class GrammarStates:
 
         Raises OperatingError where the output itself left the grammar or a limit was hit.
         """
+        return self._after(spec, spec.output_ids).allowed()
+
+    def forced(self, spec: SampleSpec, token_id: int) -> tuple[int, ...]:
+        """Tokens that must follow `token_id`, at most `max_forced` of them."""
+        if spec.max_forced < 1:
+            return ()
+        matcher = self._after(spec, [*spec.output_ids, token_id])
+        return tuple(matcher.forced_tokens()[: spec.max_forced])
+
+    def _after(self, spec: SampleSpec, output_ids: Sequence[int]) -> GrammarMatcher:
+        """Return the request's matcher after `output_ids`."""
         key, grammar = spec.grammar_key, spec.params.grammar
         assert key is not None
         assert grammar is not None
         matcher, seen = self._states.get(key, (None, 0))
-        if matcher is None or seen > len(spec.output_ids):
+        if matcher is None or seen > len(output_ids):
             matcher, seen = self._cache.matcher(*grammar), 0
-        fresh = spec.output_ids[seen:]
+        fresh = output_ids[seen:]
         if fresh and not matcher.accept(fresh):
             raise OperatingError("the output left its grammar")
-        self._states[key] = (matcher, len(spec.output_ids))
-        return matcher.allowed()
+        self._states[key] = (matcher, len(output_ids))
+        return matcher
 
     def release(self, key: str) -> None:
         """Forget a request that ended; unknown keys are ignored (it never sampled)."""

@@ -110,8 +110,13 @@ class ModelRunner:
             error = token.error or failed
             if error:
                 results.append(RowResult(row.request_id, error=error))
-            else:
-                results.append(RowResult(row.request_id, token.token_id, token.logprob, logprobs))
+                continue
+            forced = self._forced(row.sample, token.token_id)
+            results.append(
+                RowResult(
+                    row.request_id, token.token_id, token.logprob, logprobs, forced_ids=forced
+                )
+            )
         return results
 
     def _sample(self, packed: PackedRows, hidden: Tensor) -> dict[int, Sampled]:
@@ -124,6 +129,11 @@ class ModelRunner:
             outcomes = sample(self.model.logits(hidden[last]), specs, self._mask_of)
             out.update(zip(part, outcomes, strict=True))
         return out
+
+    def _forced(self, spec: SampleSpec | None, token_id: int) -> tuple[int, ...]:
+        if spec is None or spec.grammar_key is None or self._grammar_states is None:
+            return ()
+        return self._grammar_states.forced(spec, token_id)
 
     def _mask_of(self, spec: SampleSpec) -> Tensor:
         assert self._grammar_states is not None, "a grammar row reached a worker without grammars"

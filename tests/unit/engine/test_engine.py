@@ -156,6 +156,22 @@ def test_a_grammar_shapes_the_text(engine):
     assert stats(engine)["num_open"] == 0
 
 
+def test_forced_tokens_are_jumped_over(engine):
+    params = {"max_new_tokens": 60, "temperature": 0.0, "regex": "(yes|no), and that is final"}
+    before = stats(engine)["counters"]["num_steps"]
+    jumped = engine.generate(PROMPT, params)
+    steps = stats(engine)["counters"]["num_steps"] - before
+    stepwise = engine.generate(PROMPT, params, return_logprob=True)
+    assert jumped["text"] == stepwise["text"]
+    assert jumped["text"].endswith("and that is final")
+    count = stepwise["meta_info"]["completion_tokens"]
+    assert len(stepwise["meta_info"]["output_token_logprobs"]) == count
+    assert steps < count / 2
+    cut = engine.generate(PROMPT, {**params, "max_new_tokens": 9})
+    assert cut["output_ids"] == jumped["output_ids"][:9]
+    assert cut["meta_info"]["finish_reason"] == {"type": "length", "length": 9}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -148,6 +148,22 @@ def test_states_follow_the_output_and_are_released(backend):
         states.mask(spec(params, grammar_key="two", output_ids=list(b"zz")))
 
 
+def test_forced_tokens_follow_a_token_up_to_the_limit(backend):
+    cache = GrammarCache(backend)
+    params = SamplingParams(regex="a(bcd|xyz)e")
+
+    def forced(output: bytes, token: str, limit: int) -> bytes:
+        ask = spec(params, grammar_key="r", output_ids=list(output), max_forced=limit)
+        return bytes(GrammarStates(cache).forced(ask, ord(token)))
+
+    assert forced(b"", "a", 9) == b""
+    assert forced(b"a", "b", 9) == b"cde"
+    assert forced(b"a", "x", 2) == b"yz"
+    assert forced(b"a", "x", 0) == b""
+    assert forced(b"abc", "d", 9) == b"e"
+    assert forced(b"abcd", "e", 9) == b""  # only an end token may follow: it is sampled
+
+
 class CountingBackend:
     """Counts compiles; fails on demand."""
 
