@@ -162,9 +162,7 @@ class RadixTree:
             raise StaleMatchError(f"state below {position} has left the tree since the match")
         return fresh
 
-    def _same_pages(
-        self, match: Match, fresh: Match, position: int, read_from: int | None
-    ) -> bool:
+    def _same_pages(self, match: Match, fresh: Match, position: int, read_from: int | None) -> bool:
         page = position // self._page_size
         for group, spec in enumerate(self.schema.groups):
             if spec.kind.is_snapshot:

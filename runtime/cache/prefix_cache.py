@@ -1,6 +1,6 @@
 """The prefix cache: tree and pools as one, from lookup to commit.
 
-    lookup   match + validate + plan            nothing changes
+    lookup   match + validate + plan            only what failed validation is dropped
     begin    lease what the plan reuses         page tables filled from the tree
     reserve  blocks for more tokens             all groups or none; evicts if it must
     commit   the worker confirmed writes        full pages go to the tree, duplicates are freed
@@ -14,6 +14,7 @@ This module does not schedule, and never sees a tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix import Freed, Match, Namespace, RadixTree, StampTable, TokenKey, Written
+from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.need import first_token
+from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
+from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
+from statewise.radix.validation import GroupEnv, ValidationEnv, Verdict, validate
+from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.messages import CacheOptions, CacheReport
 from statewise.runtime.scheduler.batch import BlockCopy
-from statewise.runtime.scheduler.spans import Span
 
 Int32 = NDArray[np.int32]
 
@@ -40,9 +45,15 @@ class Lookup:
 
     namespace: Namespace
     match: Match | None  # None: the cache is off
-    position: int  # tokens reused
+    plan: RecoveryPlan
+    verdicts: tuple[Verdict, ...]
     prompt_len: int
     tree_version: tuple[int, int]
+
+    @property
+    def position(self) -> int:
+        """Where ordinary computation begins, in tokens."""
+        return self.plan.position
 
     @property
     def branch_position(self) -> int:
@@ -54,14 +65,22 @@ class Lookup:
         if self.match is None:
             size = self.prompt_len
             return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
-        return build_report(self.match, self.prompt_len, self.position)
+        return build_report(self.match, self.plan, self.verdicts, self.prompt_len)
+
+
+NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)
 
 
 class PrefixCache:
     """Owns the tree and the device pools of one engine."""
 
     def __init__(
-        self, schema: CacheSchema, num_blocks: tuple[int, ...], *, enabled: bool = True
+        self,
+        schema: CacheSchema,
+        num_blocks: tuple[int, ...],
+        cost: CostModel,
+        *,
+        enabled: bool = True,
     ) -> None:
         self.schema = schema
         self.enabled = enabled
@@ -72,11 +91,20 @@ class PrefixCache:
             BlockPool(group.name, count)
             for group, count in zip(schema.groups, num_blocks, strict=True)
         )
+        self.cost = CostObserver(cost)
+        self._recovery = RecoveryExecutor(schema, self.tree, self.pools, self._make_room)
         self.has_snapshots = any(g.kind.is_snapshot for g in schema.groups)
         self._seq = 0
-        self._copies: list[BlockCopy] = []
         self._live: set[Sequence] = set()
         self.evicted_blocks = [0] * schema.num_groups
+        self.num_lookups = 0
+        self.failures: Counter[str] = Counter()  # validation failures by condition
+        self._env = self._environment()
+
+    def _environment(self) -> ValidationEnv:
+        """What the chain compares with now."""
+        groups = tuple(GroupEnv(generations=pool.generations) for pool in self.pools)
+        return ValidationEnv(self.schema, self._stamps, self.stamp_table, groups)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -86,46 +114,87 @@ class PrefixCache:
     # ---------------------------------------------------------------- lookup and begin
 
     def lookup(
-        self, options: CacheOptions, tokens: Int32, limit: int, granularity: int = 1
+        self,
+        options: CacheOptions,
+        tokens: Int32,
+        limit: int,
+        granularity: int = 1,
+        *,
+        direct_only: bool = False,
     ) -> Lookup:
-        """What a prompt could reuse: at most `limit` tokens, a multiple of `granularity`.
+        """How a prompt can best use what is cached: at most `limit` tokens of it.
 
-        Changes nothing.
+        The resume position is a multiple of `granularity` tokens. `direct_only`: without replays.
         """
         namespace = Namespace(options.salt, options.adapter)
         if not self.enabled:
-            return Lookup(namespace, None, 0, len(tokens), self.version)
+            return Lookup(namespace, None, NOTHING, (), len(tokens), self.version)
+        self.num_lookups += 1
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
-        position = match.intersection()[0] * self.schema.page_size
-        if position % granularity:
-            position = self._aligned_position(match, granularity)
-        return Lookup(namespace, match, position, len(tokens), self.version)
+        verdicts = validate(match, self._env, match.logical_tokens)
+        if not verdicts and match.logical_tokens % granularity == 0:
+            position = match.logical_tokens
+            steps = (Reuse(0, position),) if position else ()
+            direct = RecoveryPlan(position, Level.DIRECT, steps, None, position)
+            return Lookup(namespace, match, direct, (), len(tokens), self.version)
+        verdicts = self._drop_faults(match, validate(match, self._env))
+        budget = Budget(
+            len(tokens),
+            granularity,
+            blocks=self.available(),
+            repair=not direct_only,
+            rebuild=not direct_only,
+            load=False,
+        )
+        chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
+        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
 
-    def _aligned_position(self, match: Match, granularity: int) -> int:
-        """Deepest resumable position that is a multiple of `granularity` and of the page."""
-        able = np.ones(match.logical_pages + 1, dtype=np.bool_)
-        for g in range(self.schema.num_groups):
-            able &= match.resumable(g)
-        positions = np.flatnonzero(able) * self.schema.page_size
-        return int(positions[positions % granularity == 0][-1])
+    def _drop_faults(self, match: Match, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+        """Count failures and drop the pages that must not be used; returns all verdicts."""
+        for verdict in verdicts:
+            if not verdict.is_fault:
+                continue
+            self.failures[verdict.condition.value] += 1
+            places = verdict.pages or ((verdict.position,) if verdict.position >= 0 else ())
+            if not verdict.layers:
+                self._take_back(self.tree.drop(match, verdict.group, places))
+        return verdicts
 
-    def begin(self, lookup: Lookup, capacity_tokens: int) -> tuple[Sequence, list[Span]]:
-        """Lease what `lookup` reuses and lay out page tables; returns replays to run first."""
+    def begin(self, lookup: Lookup, capacity_tokens: int) -> Sequence:
+        """Lease what `lookup` reuses and lay out page tables."""
         page = self.schema.page_size
         sequence = Sequence(self.schema.num_groups, -(-capacity_tokens // page), lookup.namespace)
         self._live.add(sequence)
         if lookup.match is None:
-            return sequence, []
-        sequence.lease = self.tree.lease(lookup.match, lookup.position)
-        pages = lookup.position // page
-        sequence.num_pages = sequence.num_published = pages
-        for g, group in enumerate(self.schema.groups):
-            first = self._first_live_page(group, lookup.position)
-            sequence.live_from[g] = first
-            blocks = lookup.match.blocks(g)[first:pages]
-            sequence.tables[g][first:pages] = blocks
-            sequence.generations[g][first:pages] = self.pools[g].generations[blocks]
-        return sequence, []
+            return sequence
+        chosen = lookup.plan
+        sequence.lease = self.tree.lease(
+            lookup.match, chosen.position, chosen.repairing, chosen.read_from
+        )
+        sequence.num_pages = sequence.num_published = chosen.position // page
+        self._recovery.adopt(sequence)
+        return sequence
+
+    def enter_replay(self, sequence: Sequence, replay: Replay) -> None:
+        """Page tables for the first token of `replay`."""
+        self._recovery.enter(sequence, replay)
+
+    def reserve_replay(self, sequence: Sequence, replay: Replay, start: int, end: int) -> None:
+        """Private blocks for what `replay` writes over tokens [start, end)."""
+        self._recovery.reserve(sequence, replay, start, end)
+
+    def replayed(
+        self, sequence: Sequence, replay: Replay, position: int, after: Replay | None
+    ) -> None:
+        """Take note that `replay` has run up to `position`; `after` is the next one."""
+        if position < replay.end:
+            self._recovery.pass_by(sequence, replay, position)
+            return
+        self._seq += 1
+        self._recovery.complete(sequence, replay, after, self._written())
+
+    def _written(self) -> Written:
+        return Written(self._stamps, self._seq, tuple(pool.generations for pool in self.pools))
 
     def _first_live_page(self, group: StateGroupSpec, position: int) -> int:
         """First page that a token at `position` or later reads."""
@@ -134,9 +203,11 @@ class PrefixCache:
 
     def cancel(self, sequence: Sequence) -> None:
         """Give back everything `begin` and `reserve` took."""
+        self._recovery.forget(sequence)
         for g, pool in enumerate(self.pools):
             pool.free(sequence.owned(g))
             sequence.tables[g][:] = -1
+        sequence.repaired.clear()
         sequence.num_pages = sequence.num_published = 0
         if sequence.lease is not None:
             self._take_back(self.tree.release(sequence.lease))
@@ -180,8 +251,7 @@ class PrefixCache:
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Block copies that must run before the next step's rows."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+        return self._recovery.take_copies()
 
     # ---------------------------------------------------------------- commit and finish
 
@@ -213,13 +283,12 @@ class PrefixCache:
         pages = publishable // self.schema.page_size
         assert sequence.lease is not None
         self._seq += 1
-        generations = tuple(pool.generations for pool in self.pools)
         published = self.tree.publish(
             sequence.lease,
             TokenKey(tokens[: pages * self.schema.page_size]),
             pages,
             sequence.tables,
-            Written(self._stamps, self._seq, generations),
+            self._written(),
             position,
         )
         sequence.num_published = published.num_pages
@@ -270,8 +339,8 @@ class PrefixCache:
             for g, pool in enumerate(self.pools):
                 lo, hi = sequence.live_from[g], sequence.num_pages
                 blocks = sequence.tables[g][lo:hi]
-                held = sequence.generations[g][lo:hi]
-                assert (pool.generations[blocks] == held).all(), f"{pool.group}: a lease is stale"
+                same = pool.generations[blocks] == sequence.generations[g][lo:hi]
+                assert (same | (blocks < 0)).all(), f"{pool.group}: a lease is stale"
 
     def flush(self) -> dict[str, int]:
         """Drop every cached page that no lease protects; returns blocks freed per group."""

@@ -8,7 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from statewise.radix import Match
+from statewise.radix.plan import RecoveryPlan
+from statewise.radix.validation import Verdict
 from statewise.runtime.messages import CacheReport, GroupReport
+
+MAX_VERDICTS = 16
 
 
 def group_reports(match: Match) -> tuple[GroupReport, ...]:
@@ -24,36 +28,54 @@ def group_reports(match: Match) -> tuple[GroupReport, ...]:
     return tuple(out)
 
 
-def build_report(match: Match, prompt_len: int, position: int) -> CacheReport:
-    """The report of a request that reuses `position` of `prompt_len` tokens as they stand."""
-    matched = match.logical_tokens
+def build_report(
+    match: Match, plan: RecoveryPlan, verdicts: tuple[Verdict, ...], prompt_len: int
+) -> CacheReport:
+    """The report of a request that matched `match` and follows `plan`."""
+    matched, position = match.logical_tokens, plan.position
     groups = group_reports(match)
     limiting = ""
-    if position < matched:
-        worst = match.limiting_group(match.logical_pages)
-        limiting = groups[worst].name if worst is not None else ""
+    if plan.limiting_group is not None:
+        limiting = match.schema.groups[plan.limiting_group].name
+    repaired = _replayed(plan)
     return CacheReport(
         prompt=prompt_len,
         matched=matched,
-        reused=position,
+        reused=position - repaired,
+        repaired=repaired,
         recomputed=matched - position,
         computed=prompt_len - matched,
-        level="direct" if position else ("recompute" if matched else "none"),
+        level=plan.level.value if matched else "none",
         limiting_group=limiting,
-        reason=_reason(match, prompt_len, position, limiting),
+        reason=_reason(match, plan, prompt_len, repaired, limiting),
         groups=groups,
+        verdicts=tuple(str(v) for v in verdicts if v.is_fault)[:MAX_VERDICTS],
     )
 
 
-def _reason(match: Match, prompt_len: int, position: int, limiting: str) -> str:
+def _replayed(plan: RecoveryPlan) -> int:
+    """Tokens below the resume position that at least one replay computes."""
+    total, seen = 0, 0
+    for replay in sorted(plan.replays, key=lambda r: r.start):
+        total += max(0, replay.end - max(replay.start, seen))
+        seen = max(seen, replay.end)
+    return total
+
+
+def _reason(match: Match, plan: RecoveryPlan, prompt_len: int, repaired: int, limiting: str) -> str:
     page = match.schema.page_size
-    matched = match.logical_tokens
+    matched, position = match.logical_tokens, plan.position
     if not matched:
         if prompt_len <= page:
             return f"nothing shorter than a page of {page} tokens is cached"
         return "no cached prefix"
-    if position == matched:
+    if position == matched and not repaired:
         return f"all {matched} matched tokens were used as they stood"
+    if position and repaired:
+        return (
+            f"{position} of {matched} matched tokens used after replaying {repaired} of them: "
+            f"group {limiting!r} had to be made exact again"
+        )
     if not limiting:
         return f"{position} of {matched} matched tokens used; reuse is limited to chunk boundaries"
     return (

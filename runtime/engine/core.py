@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.cost import CostModel
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.clock import Clock
@@ -47,6 +48,7 @@ from statewise.runtime.scheduler.request import Request, RequestStatus
 from statewise.runtime.scheduler.scheduler import Scheduler, SchedulerConfig
 
 Int32 = NDArray[np.int32]
+INITIAL_TOKENS_PER_S = 1000.0
 
 
 class GrammarCompiler(Protocol):
@@ -97,7 +99,11 @@ class EngineCore:
         self.clock = clock
         self.grammar = grammar
         self.counters = EngineCounters()
-        self.cache = PrefixCache(schema, num_blocks, enabled=not args.disable_radix_cache)
+        # A guess to begin with; every step that ran alone corrects it.
+        cost = CostModel.uniform(
+            schema.num_layers, INITIAL_TOKENS_PER_S, chunk=args.chunked_prefill_size
+        )
+        self.cache = PrefixCache(schema, num_blocks, cost, enabled=not args.disable_radix_cache)
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)
         self.max_sequence_len = min(
             limits.max_context_len, admission.capacity_tokens() - schema.page_size

@@ -88,7 +88,9 @@ class Admission:
         page = self._schema.page_size
         best = None
         for group, blocks in zip(self._schema.groups, self._num_blocks, strict=True):
-            if group.kind.is_history or (group.kind.is_window and blocks < live_window_pages(group, page, page)):
+            if group.kind.is_history or (
+                group.kind.is_window and blocks < live_window_pages(group, page, page)
+            ):
                 best = min(best if best is not None else blocks * page, blocks * page)
         return best if best is not None else 1 << 40
 

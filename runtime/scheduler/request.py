@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.plan import Replay
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.messages import (
     CacheReport,
@@ -27,7 +28,6 @@ from statewise.runtime.messages import (
     Usage,
     unpack_ids,
 )
-from statewise.runtime.scheduler.spans import Span
 
 if TYPE_CHECKING:
     from statewise.runtime.cache.prefix_cache import Lookup
@@ -78,7 +78,9 @@ class Request:
         self.num_tokens = self.prompt_len  # known tokens: prompt and output
         self.num_computed = 0  # tokens whose state is in blocks
         self.output_ids: list[int] = []
-        self.replays: list[Span] = []  # run before anything else, in order
+        self.replays: list[Replay] = []  # run before anything else, in order
+        self.replay_at = 0  # next position of the first replay
+        self.direct_only = False  # a recovery did not get its blocks: no replays any more
         self.sequence: Sequence | None = None
         self.prefill_target = self.prompt_len  # known length at admission
         self.num_retractions = 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.cache.recovery import continues
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission
 from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
@@ -134,8 +135,9 @@ class Scheduler:
         for request in [r for r in self.running if r.is_decoding]:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one just now
-            if self._reserve(request, request.num_tokens, rows):
-                rows[request.rid] = self._row(request, self._next_span(request, 1))
+            span = self._next_span(request, 1)
+            if self._reserve(request, span, rows):
+                rows[request.rid] = build_row(request, span, self.config.eos_ids)
                 used += 1
         return used
 
@@ -156,20 +158,24 @@ class Scheduler:
             if size == 0:
                 return 0
             last_try = size <= self.schema.page_size or self.config.deterministic
-            if self._reserve(request, span.end, rows, may_preempt=last_try):
-                rows[request.rid] = self._row(request, span)
+            if self._reserve(request, span, rows, may_preempt=last_try):
+                rows[request.rid] = build_row(request, span, self.config.eos_ids)
                 return size
             if last_try:
-                return 0
+                break
             limit = size // 2
+        if request.replays and request is self.running[0]:
+            request.direct_only = True  # its repair does not fit beside its history
+            self._preempt(request)
         return 0
 
     def _next_span(self, request: Request, limit: int) -> Span:
         """The request's next run of tokens, at most `limit` long; empty if it cannot be cut so."""
         if request.replays:
             replay = request.replays[0]
-            end = min(replay.end, replay.start + limit)
-            return Span(replay.start, end, replay.write_groups, replay.num_layers, is_replay=True)
+            start = request.replay_at
+            end = min(replay.end, start + limit)
+            return Span(start, end, replay.write_groups, replay.num_layers, is_replay=True)
         start = request.num_computed
         end = min(start + limit, request.num_tokens)
         if self.config.deterministic:
@@ -189,16 +195,20 @@ class Scheduler:
     def _reserve(
         self,
         request: Request,
-        num_tokens: int,
+        span: Span,
         rows: dict[str, BatchRow],
         *,
         may_preempt: bool = True,
     ) -> bool:
-        """Blocks for `num_tokens` tokens, preempting younger requests without a row if needed."""
+        """Blocks for `span`, preempting younger requests without a row if needed."""
         assert request.sequence is not None
         while True:
             try:
-                self.cache.reserve(request.sequence, num_tokens)
+                if span.is_replay:
+                    replay = request.replays[0]
+                    self.cache.reserve_replay(request.sequence, replay, span.start, span.end)
+                else:
+                    self.cache.reserve(request.sequence, span.end)
                 return True
             except OutOfBlocksError:
                 victim = self._victim(request, rows) if may_preempt else None
@@ -243,7 +253,9 @@ class Scheduler:
             known = request.tokens[: request.num_tokens]
             unit = self.config.token_budget if self.config.deterministic else 1
             options = request.message.cache
-            request.lookup = self.cache.lookup(options, known, request.reuse_limit, unit)
+            request.lookup = self.cache.lookup(
+                options, known, request.reuse_limit, unit, direct_only=request.direct_only
+            )
         return request.lookup
 
     def _try_admit(
@@ -261,9 +273,11 @@ class Scheduler:
             other.checkpoints.add(shared)  # keep the trailing state where this one will resume
             request.blocked_reason = f"prefix: {other.rid} is computing it"
             return 0
-        sequence, replays = self.cache.begin(lookup, len(request.tokens))
-        request.sequence = sequence
-        request.replays = replays
+        request.sequence = self.cache.begin(lookup, len(request.tokens))
+        request.replays = list(lookup.plan.replays)
+        if request.replays:
+            request.replay_at = request.replays[0].start
+            self.cache.enter_replay(request.sequence, request.replays[0])
         shortage = self.admission.shortage(request, self.running, self.cache.available())
         if shortage is not None:
             self._give_up(
@@ -332,15 +346,14 @@ class Scheduler:
         request.checkpoints.difference_update(passed)
 
     def _advance_replay(self, request: Request, row: BatchRow) -> None:
-        span = request.replays.pop(0)
-        if row.end < span.end:
-            request.replays.insert(
-                0, Span(row.end, span.end, span.write_groups, span.num_layers, is_replay=True)
-            )
-            return
         assert request.sequence is not None
-        self.cache.replayed(request.sequence, request.tokens, span.end, span.write_groups)
-
-    def _row(self, request: Request, span: Span) -> BatchRow:
-        assert request.sequence is not None
-        return build_row(request, span, self.config.eos_ids)
+        replay = request.replays[0]
+        request.replay_at = row.end
+        after = request.replays[1] if len(request.replays) > 1 else None
+        self.cache.replayed(request.sequence, replay, row.end, after)
+        if row.end == replay.end:
+            request.replays.pop(0)
+            if after is not None:
+                request.replay_at = after.start
+                if not continues(replay, after):
+                    self.cache.enter_replay(request.sequence, after)

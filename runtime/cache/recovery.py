@@ -1,0 +1,203 @@
+"""Carrying out a recovery plan: private blocks for what a replay writes, then into the tree.
+
+    enter      page tables as the pass's first token needs them
+    reserve    private blocks for the pages the next chunk writes (never a shared block)
+    pass_by    scratch that no later token reads is freed
+    complete   what became exact is handed to the tree; the next replay, or the request, goes on
+
+A replay never writes into a block that anyone else may read: it writes into fresh blocks, which
+replace what was missing or invalid only when the whole replay is done. A page whose deeper layers
+were valid is copied first, so that a partial-depth forward completes it.
+
+This module does not choose plans and does not run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix import RadixTree, Written
+from statewise.radix.need import first_token
+from statewise.radix.plan import Replay
+from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.memory.block_pool import BlockPool
+from statewise.runtime.scheduler.batch import BlockCopy
+
+Int32 = NDArray[np.int32]
+
+
+class RecoveryExecutor:
+    """Moves blocks for replays; shares tree and pools with the prefix cache."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        tree: RadixTree,
+        pools: tuple[BlockPool, ...],
+        make_room: Callable[[int, int], None],
+    ) -> None:
+        self.schema = schema
+        self._tree = tree
+        self._pools = pools
+        self._make_room = make_room
+        self._copies: list[BlockCopy] = []  # to run before the next step's rows
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Block copies that must run before the next step's rows."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop copies into blocks that the sequence is about to give back."""
+        for g, own in sequence.repaired.items():
+            gone = set(own.values())
+            self._copies = [c for c in self._copies if c.group != g or c.dst not in gone]
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Page tables as the tree has them, for a request at its resume position."""
+        self._adopt(sequence, windows=True)
+
+    def enter(self, sequence: Sequence, replay: Replay) -> None:
+        """Lay out window tables for a replay that begins at `replay.start`.
+
+        A window group that the replay does not write is whole up to the resume position; one
+        that starts from existing state has its pages below the start; a cold one has nothing.
+        """
+        page = self.schema.page_size
+        assert sequence.lease is not None
+        for g, spec in enumerate(self.schema.groups):
+            sequence.context_starts[g] = replay.context_floor[g]
+            if not spec.kind.is_window:
+                continue
+            sequence.tables[g][: sequence.num_pages] = -1
+            first = stop = replay.start // page
+            if not replay.context_floor[g]:
+                first = first_token(spec, replay.start) // page
+            if not replay.write_groups >> g & 1:
+                stop = sequence.num_published
+            sequence.live_from[g] = first
+            blocks, _ = self._tree.pages(sequence.lease, g)
+            self._fill(sequence, g, first, blocks[first:stop])
+
+    def _fill(self, sequence: Sequence, group: int, first: int, blocks: Int32) -> None:
+        stop = first + len(blocks)
+        sequence.tables[group][first:stop] = blocks
+        held = np.where(blocks >= 0, self._pools[group].generations[blocks], 0)
+        sequence.generations[group][first:stop] = held
+
+    def reserve(self, sequence: Sequence, replay: Replay, start: int, end: int) -> None:
+        """Private blocks for the pages that tokens [start, end) of `replay` write.
+
+        All groups or none; raises `OutOfBlocksError`.
+        """
+        page = self.schema.page_size
+        pages = range(start // page, -(-end // page))
+        missing = {
+            g: [p for p in pages if p not in sequence.repaired.get(g, {})]
+            for g in range(self.schema.num_groups)
+            if replay.write_groups >> g & 1
+        }
+        for g, wanted in missing.items():
+            self._make_room(g, len(wanted))
+        for g, wanted in missing.items():
+            blocks = self._pools[g].allocate(len(wanted))
+            for p, block in zip(wanted, blocks.tolist(), strict=True):
+                self._replace(sequence, g, p, block)
+
+    def _replace(self, sequence: Sequence, group: int, page: int, block: int) -> None:
+        old = int(sequence.tables[group][page])
+        if old >= 0 and self.schema.groups[group].kind.is_history:
+            self._copies.append(BlockCopy(group, old, block))  # keep the deeper layers
+        sequence.repaired.setdefault(group, {})[page] = block
+        sequence.tables[group][page] = block
+        sequence.generations[group][page] = self._pools[group].generations[block]
+
+    def pass_by(self, sequence: Sequence, replay: Replay, position: int) -> None:
+        """Free private window pages that neither later tokens nor the tree will need."""
+        page = self.schema.page_size
+        for g, spec in enumerate(self.schema.groups):
+            if not spec.kind.is_window:
+                continue
+            first = first_token(spec, position) // page
+            keep_from, keep_to = replay.write_back[g]
+            own = sequence.repaired.get(g, {})
+            gone = [p for p in own if p < first and not keep_from <= p < keep_to]
+            self._release(sequence, g, gone)
+            old = sequence.live_from[g]
+            if first > old:
+                borrowed = [p for p in range(old, first) if p not in own]
+                sequence.tables[g][borrowed] = -1
+
+    def _release(self, sequence: Sequence, group: int, pages: list[int]) -> None:
+        if not pages:
+            return
+        own = sequence.repaired[group]
+        self._pools[group].free(np.array([own.pop(p) for p in pages], dtype=np.int32))
+        sequence.tables[group][pages] = -1
+
+    def complete(
+        self, sequence: Sequence, replay: Replay, after: Replay | None, written: Written
+    ) -> None:
+        """Hand what the replay made exact to the tree; free its scratch.
+
+        `after` is the next replay. Where it goes on with the same pass its windows continue in
+        the scratch of this one.
+        """
+        self._hand_over(sequence, replay, written)
+        if after is not None and continues(replay, after):
+            self._adopt(sequence, windows=False)
+            return
+        for g in range(self.schema.num_groups):
+            self._release(sequence, g, list(sequence.repaired.get(g, {})))
+        self._adopt(sequence, windows=True)
+        if after is None:
+            assert sequence.lease is not None
+            self._tree.advance(sequence.lease, sequence.num_published * self.schema.page_size)
+
+    def _hand_over(self, sequence: Sequence, replay: Replay, written: Written) -> None:
+        lo = min((a for a, b in replay.write_back if a < b), default=0)
+        hi = max((b for a, b in replay.write_back if a < b), default=0)
+        if lo == hi:
+            return
+        assert sequence.lease is not None
+        handed: list[Int32] = []
+        for g in range(self.schema.num_groups):
+            own = sequence.repaired.get(g, {})
+            table = np.full(hi, -1, dtype=np.int32)
+            first, stop = replay.write_back[g]
+            for p in [p for p in own if first <= p < stop]:
+                table[p] = own.pop(p)
+            handed.append(table)
+        outcome = self._tree.restore(sequence.lease, lo, hi, handed, written)
+        for duplicates in outcome.duplicates:
+            self._pools[duplicates.group].free(duplicates.own_blocks)
+        for pool, blocks in zip(self._pools, outcome.freed.blocks, strict=True):
+            pool.free(blocks)
+
+    def _adopt(self, sequence: Sequence, *, windows: bool) -> None:
+        """Page tables as the tree has them now, for a request at its resume position."""
+        assert sequence.lease is not None
+        page = self.schema.page_size
+        position = sequence.num_published * page
+        for g, spec in enumerate(self.schema.groups):
+            if spec.kind.is_snapshot or (spec.kind.is_window and not windows):
+                continue
+            blocks, _ = self._tree.pages(sequence.lease, g)
+            first = first_token(spec, position) // page if spec.kind.is_window else 0
+            sequence.tables[g][: sequence.num_published] = -1
+            sequence.live_from[g] = first
+            sequence.context_starts[g] = 0
+            self._fill(sequence, g, first, blocks[first : sequence.num_published])
+
+
+def continues(replay: Replay, after: Replay) -> bool:
+    """Whether `after` goes on where `replay` ends, in the same pass."""
+    return (
+        after.start == replay.end
+        and after.num_layers == replay.num_layers
+        and after.context_floor == replay.context_floor
+    )
