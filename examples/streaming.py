@@ -31,9 +31,10 @@ async def both() -> None:
     """Two programs in one event loop."""
     states = await asyncio.gather(*(title_of.arun(text=t) for t in ("A dog runs.", "It rains.")))
     print([state.ret_value for state in states])
-    async for piece in story.run(about="a boat", stream=True).text_async_iter("story"):
+    state = story.run(about="a boat", stream=True)
+    async for piece in state.text_async_iter("story"):
         print(piece, end="", flush=True)
-    print()
+    print("\n-- title:", await state.async_get("title"))
 
 
 if __name__ == "__main__":

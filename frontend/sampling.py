@@ -129,6 +129,7 @@ def dtype_stops(dtype: type | str | None) -> tuple[str, ...]:
 def json_schema_text(schema: object) -> str:
     """Return a JSON schema as text, from text, a dict, a pydantic model, or a type msgspec knows.
 
+    A schema made from a class allows the class's fields only, unless it says otherwise.
     Raises ValueError for text that is not JSON and TypeError for what no schema can be made of.
     """
     if isinstance(schema, str):
@@ -141,16 +142,28 @@ def json_schema_text(schema: object) -> str:
         return json.dumps(schema)
     maker = getattr(schema, "model_json_schema", None)  # a pydantic model
     if maker is not None:
-        return json.dumps(maker())
+        return json.dumps(_closed(maker()))
     if isinstance(schema, type):
         return _msgspec_schema(schema)
     raise TypeError(f"json_schema takes text, a dict, or a type, not {type(schema).__name__}")
+
+
+def _closed(schema: Any) -> Any:
+    """Return the schema with every object that lists its properties held to them."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    if isinstance(closed.get("properties"), dict) and closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _msgspec_schema(schema: type) -> str:
     import msgspec
 
     try:
-        return json.dumps(msgspec.json.schema(schema))
+        return json.dumps(_closed(msgspec.json.schema(schema)))
     except TypeError as error:
         raise TypeError(f"no JSON schema can be made of {schema.__name__}: {error}") from None

@@ -75,14 +75,20 @@ def test_grammars_exclude_each_other() -> None:
         sw.gen("x", dtype=list)
 
 
+class Part(pydantic.BaseModel):
+    age: int
+
+
 class Model(pydantic.BaseModel):
-    name: str
+    parts: list[Part]
+
+
+class StructPart(msgspec.Struct):
     age: int
 
 
 class Struct(msgspec.Struct):
-    name: str
-    age: int
+    parts: list[StructPart]
 
 
 def test_schemas_of_many_kinds() -> None:
@@ -93,6 +99,7 @@ def test_schemas_of_many_kinds() -> None:
         text = json_schema_text(kind)
         assert '"age"' in text
         assert '"integer"' in text
+        assert text.count('"additionalProperties": false') == 2
     assert options_of(sw.gen("x", json_schema=Model)).json_schema == json_schema_text(Model)
 
 
