@@ -14,6 +14,7 @@ This module does not know what messages mean, nor who should be running.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -37,14 +38,26 @@ PEERS: dict[str, tuple[str, ...]] = {
     DETOKENIZER: (SERVER, SCHEDULER),
 }
 _RECONNECT_MS = 10
+_PREFIX = "statewise-"
+_LOCK = "lock"
 _MAX_PATH_BYTES = 100  # a unix socket's path is at most 107 bytes
 
 
 class SocketDirectory:
-    """A fresh directory that only this user may enter; removed with everything in it."""
+    """A fresh directory that only this user may enter; removed with everything in it.
+
+    Its owner holds a lock on a file in it as long as it lives, so what a killed server left
+    behind is found by the next one and removed.
+    """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="statewise-", dir=_base_directory()))
+        base = _base_directory()
+        _remove_abandoned(base)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        new = self.path / "new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)  # nobody sees the lock's file before the lock is held
 
     def address(self, process: str, incarnation: int) -> str:
         """Where the inbox of one incarnation of a process is."""
@@ -52,7 +65,28 @@ class SocketDirectory:
 
     def remove(self) -> None:
         """Delete the directory; a second call does nothing."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_abandoned(base: str) -> None:
+    """Delete this user's directories whose owner is gone."""
+    for directory in Path(base).glob(f"{_PREFIX}*/"):
+        try:
+            if directory.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDWR)
+        except OSError:  # not one of ours, or being removed right now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        except OSError:  # its owner lives
+            continue
+        finally:
+            os.close(lock)
 
 
 def _base_directory() -> str:

@@ -408,7 +408,7 @@ def test_a_stream_interval_makes_fewer_events() -> None:
 
 
 def test_keys_guard_all_but_health_and_metrics() -> None:
-    with echo_server(api_key="sesame", admin_api_key="open") as server:
+    with echo_server(api_key="sesame", admin_api_key="open", log_requests=True) as server:
         assert server.get("/health").status_code == 200
         assert server.get("/metrics").status_code == 200
         assert server.get("/model_info").status_code == 401
@@ -421,3 +421,4 @@ def test_keys_guard_all_but_health_and_metrics() -> None:
         assert all("sesame" not in " ".join(c.cmdline()) for c in server.children().values())
         shown = server.client.get("/server_info", headers=key).text
         assert "sesame" not in shown
+        assert "127.0.0.1 POST /generate -> 401 in " in server.log()

@@ -179,6 +179,10 @@ def test_children_die_with_a_killed_server() -> None:
         server.popen.wait()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert alive == []
+        (abandoned,) = server.sockets.iterdir()
+        with echo_server({"TMPDIR": str(server.sockets)}):
+            (fresh,) = server.sockets.iterdir()
+            assert fresh != abandoned
 
 
 def test_the_socket_directory_is_private(server: ServerProcess) -> None:
