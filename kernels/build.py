@@ -27,7 +27,7 @@ SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 LIBRARY_NAME = "_native.so"
 
 _COMMON = (
-    *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
+    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-pthread"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )

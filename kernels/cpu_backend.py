@@ -24,11 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from statewise.kernels import abi, native
+from statewise.kernels.huge_pages import HugePages
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
 from statewise.kernels.reference import TorchOps
 
 MAX_NATIVE_ROWS = 32  # rows up to which the native linear layer is used
+MIN_PACKED_BYTES = 1 << 16  # smaller weights stay in cache and where they are
 
 
 def _raise_for(status: int, params: abi.AttentionParams) -> None:
@@ -164,6 +166,7 @@ class CpuOps(TorchOps):
         self._rope = library.sw_rope
         self._gated_act = library.sw_gated_act
         self._linear = library.sw_linear
+        self._pages = HugePages()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight)."""
@@ -242,6 +245,16 @@ class CpuOps(TorchOps):
         if status:
             raise MemoryError("native linear layer could not allocate its workspace")
         return out
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return a row-major copy of a large weight on huge pages; a small one as it is.
+
+        The result is a tensor of the same shape: a caller that keeps the original as well should
+        keep the result in its place.
+        """
+        if weight.nbytes < MIN_PACKED_BYTES or weight.dtype not in abi.DTYPE_CODES:
+            return weight
+        return self._pages.copy_of(weight)
 
 
 def _flat_rows(x: Tensor) -> tuple[int, int]:

@@ -52,9 +52,9 @@ inline bool fits_tiles(const AttentionParams& p) {
   return use_tiles && p.q_dtype == kBF16 && p.kv_dtype == kBF16 && p.head_dim % 32 == 0;
 }
 
-// Packed keys and values of one block, scores and weights of 16 rows.
-inline int64_t tile_scratch_bytes(int64_t, int64_t pitch) {
-  return 2 * kKeyBlock * pitch * 2 + 16 * kKeyBlock * 4 + 16 * kKeyBlock * 2 + 4 * 64;
+// Packed keys and values of one block; scores and weights of a few groups of 16 rows.
+inline int64_t tile_scratch_bytes(int64_t pitch) {
+  return 2 * kKeyBlock * pitch * 2 + 4 * 16 * kKeyBlock * (4 + 2) + 4 * 64;
 }
 
 struct PackedBlock {
@@ -151,25 +151,99 @@ inline void tile_weigh(const uint16_t* weights, const uint16_t* values, int64_t 
   }
 }
 
-inline void soften_tile(const Tile& t, int64_t m0, int64_t rows, const KeyBlock<BF16>& keys,
-                        float* scores, uint16_t* weights) {
-  for (int64_t r = 0; r < rows; ++r) {
+// Scale and cap the scores of 16 rows, hide what a row may not see -> each row's maximum.
+template <bool Masked>
+inline vf prepare_scores(const Tile& t, int64_t m0, const KeyBlock<BF16>& keys, float* scores) {
+  vf lane;
+  for (int i = 0; i < W; ++i) lane[i] = (float)i;
+  const vf hidden = splat(-__builtin_inff());
+  vf tops[W];
+  for (int r = 0; r < 16; ++r) {
     float* s = scores + r * kKeyBlock;
-    // Places outside the block's valid range must weigh nothing, so all 64 are treated.
-    soften(t, m0 + r, keys.start, 0, kKeyBlock, keys.begin, keys.end, s);
-    for (int j = 0; j < kKeyBlock; j += W) store<BF16>(weights + r * kKeyBlock + j, loadf(s + j));
+    const float first = (float)most<int64_t>(keys.begin, t.visible_begin(m0 + r) - keys.start);
+    const float last = (float)least<int64_t>(keys.end, t.visible_end(m0 + r) - keys.start);
+    vf top = hidden;
+    for (int j = 0; j < kKeyBlock; j += W) {
+      vf x = loadf(s + j) * t.scale;
+      if (t.soft_cap > 0) x = t.soft_cap * tanh_of(x / t.soft_cap);
+      if (Masked) {
+        const vf at = lane + (float)j;
+        x = at < first ? hidden : x;
+        x = at >= last ? hidden : x;
+      }
+      storef(s + j, x);
+      top = max_of(x, top);
+    }
+    tops[r] = top;
+  }
+  return tops_of(tops);
+}
+
+// Scores of 16 rows -> bfloat16 weights; updates top, sum and out of the rows.
+inline void soften_tile(const Tile& t, int64_t m0, const KeyBlock<BF16>& keys, float* scores,
+                        uint16_t* weights) {
+  const bool all_visible = keys.begin == 0 && keys.end == kKeyBlock &&
+                           t.visible_begin(m0 + 15) <= keys.start &&
+                           t.visible_end(m0) >= keys.start + kKeyBlock;
+  const vf block_top = all_visible ? prepare_scores<false>(t, m0, keys, scores)
+                                   : prepare_scores<true>(t, m0, keys, scores);
+  const vf old_top = loadf(t.top + m0);
+  const vf new_top = max_of(old_top, block_top);
+  const vf base = new_top == -__builtin_inff() ? splat(0.0f) : new_top;
+  const vf shrink = exp_of(old_top - base);
+  vf totals[W];
+  for (int r = 0; r < 16; ++r) {
+    const float* s = scores + r * kKeyBlock;
+    const float row_base = base[r];
+    vf e[4];
+    for (int j = 0; j < 4; ++j) e[j] = exp_of(loadf(s + j * W) - row_base);
+    totals[r] = (e[0] + e[1]) + (e[2] + e[3]);
+    for (int j = 0; j < 4; j += 2) {
+      const __m512bh pair = _mm512_cvtne2ps_pbh((__m512)e[j + 1], (__m512)e[j]);
+      _mm512_storeu_si512(weights + r * kKeyBlock + j * W, (__m512i)pair);
+    }
+  }
+  storef(t.sum + m0, loadf(t.sum + m0) * shrink + sums_of(totals));
+  storef(t.top + m0, new_top);
+  for (int r = 0; r < 16; ++r) {
+    if (new_top[r] == old_top[r]) continue;
+    float* out = t.out + (m0 + r) * t.pitch;
+    for (int64_t d = 0; d < t.pitch; d += W) storef(out + d, loadf(out + d) * shrink[r]);
   }
 }
 
+// Several tiles take each step together: tile registers cannot read what has only just been
+// stored without waiting for it to reach the cache.
+constexpr int kTilesTogether = 2;
+
+struct TileBuffers {
+  float* scores;      // [kTilesTogether][16][64]
+  uint16_t* weights;  // [kTilesTogether][16][64]
+};
+
 inline void attend_tile_block(const Tile& t, const KeyBlock<BF16>& keys, const PackedBlock& packed,
-                              float* scores, uint16_t* weights) {
+                              const TileBuffers& buffers) {
+  int64_t together[kTilesTogether];
+  int count = 0;
   for (int64_t m = 0; m < t.rows; m += 16) {
-    const int64_t rows = least<int64_t>(16, t.rows - m);
-    if (t.visible_end(m + rows - 1) <= keys.start + keys.begin) continue;
-    if (t.visible_begin(m) >= keys.start + keys.end) continue;
-    tile_scores(t.q_bf16 + m * t.dim, packed.key, t.dim, scores);
-    soften_tile(t, m, rows, keys, scores, weights);
-    tile_weigh(weights, packed.value, t.dim, t.out + m * t.pitch, t.pitch);
+    const int64_t last = least(m + 15, t.rows - 1);
+    const bool unseen = t.visible_end(last) <= keys.start + keys.begin ||
+                        t.visible_begin(m) >= keys.start + keys.end;
+    if (!unseen) together[count++] = m;
+    if (count < kTilesTogether && m + 16 < t.rows) continue;
+    for (int i = 0; i < count; ++i) {
+      tile_scores(t.q_bf16 + together[i] * t.dim, packed.key, t.dim,
+                  buffers.scores + i * 16 * kKeyBlock);
+    }
+    for (int i = 0; i < count; ++i) {
+      soften_tile(t, together[i], keys, buffers.scores + i * 16 * kKeyBlock,
+                  buffers.weights + i * 16 * kKeyBlock);
+    }
+    for (int i = 0; i < count; ++i) {
+      tile_weigh(buffers.weights + i * 16 * kKeyBlock, packed.value, t.dim,
+                 t.out + together[i] * t.pitch, t.pitch);
+    }
+    count = 0;
   }
 }
 
@@ -179,16 +253,16 @@ void attend_tiles(Tile& t, const PageReader<BF16>& pages, int64_t lo, int64_t hi
   PackedBlock packed;
   packed.key = scratch.template take<uint16_t>(kKeyBlock * t.dim);
   packed.value = scratch.template take<uint16_t>(kKeyBlock * t.dim);
-  float* scores = scratch.template take<float>(16 * kKeyBlock);
-  uint16_t* weights = scratch.template take<uint16_t>(16 * kKeyBlock);
-  for (int i = 0; i < 16 * kKeyBlock; ++i) weights[i] = 0;
+  TileBuffers buffers;
+  buffers.scores = scratch.template take<float>(kTilesTogether * 16 * kKeyBlock);
+  buffers.weights = scratch.template take<uint16_t>(kTilesTogether * 16 * kKeyBlock);
   open_tiles();
   for (int64_t start = lo / kKeyBlock * kKeyBlock; start < hi; start += kKeyBlock) {
     KeyBlock<BF16> keys;
     pages.locate(start, lo, hi, keys);
     pack_keys(keys, t.dim, packed.key);
     pack_values(keys, t.dim, pages.value_offset, packed.value);
-    attend_tile_block(t, keys, packed, scores, weights);
+    attend_tile_block(t, keys, packed, buffers);
   }
   close_tiles();
 }

@@ -16,14 +16,14 @@ inline int64_t attend_scratch_bytes(int64_t max_rows, int64_t dim) {
   const int64_t rows = padded_rows(max_rows), pitch = padded_dim(dim);
   int64_t bytes = rows * pitch * 4 + rows * pitch * 2 + state_floats(rows, dim) * 4 + 4 * 64;
 #ifdef SW_AMX
-  bytes += tile_scratch_bytes(rows, pitch);
+  bytes += tile_scratch_bytes(pitch);
 #endif
   return bytes;
 }
 
 inline int64_t attend_tile_rows(const AttentionParams& p) {
 #ifdef SW_AMX
-  if (fits_tiles(p)) return 128;
+  if (fits_tiles(p)) return p.head_dim > 128 ? 128 : 256;  // out and q of a tile stay in L2
 #endif
   (void)p;
   return 32;
@@ -54,8 +54,8 @@ void attend_item(const AttentionWork& work, const AttentionItem& item, int threa
   t.q = scratch.take<float>(t.rows * t.pitch);
   t.q_bf16 = dot ? scratch.take<uint16_t>(padded_rows(t.rows) * t.dim) : nullptr;
   const int64_t size = state_floats(t.rows, t.dim);
-  set_state(t, item.splits > 1 ? work.states + item.state + item.split * size
-                               : scratch.take<float>(size));
+  float* own_state = scratch.take<float>(size);
+  set_state(t, item.splits > 1 ? work.states + item.state + item.split * size : own_state);
   clear_state(t);
   load_queries(p, item, t);
   const PageReader<KV> pages(p, item.row, item.kv_head);

@@ -26,7 +26,7 @@ struct F16 {
 inline vf splat(float x) { return vf{} + x; }
 inline vf as_float(vu x) { return (vf)x; }
 inline vu as_bits(vf x) { return (vu)x; }
-inline vf max_of(vf a, vf b) { return a > b ? a : b; }
+inline vf max_of(vf a, vf b) { return a > b ? a : b; }  // b if either is NaN
 inline float max_of(float a, float b) { return a > b ? a : b; }
 template <typename I>
 inline I least(I a, I b) { return a < b ? a : b; }
@@ -184,6 +184,8 @@ inline float max_in(vf x) {
   for (int n = W; n > 1; n /= 2) x = max_of(even(x, x), odd(x, x));
   return x[0];
 }
+inline vf pair_tops(vf a, vf b) { return max_of(even(a, b), odd(a, b)); }
+
 // Lane i of the result is the sum over the lanes of x[i]; x is overwritten.
 inline vf sums_of(vf (&x)[W]) {
 #pragma GCC unroll 4
@@ -193,18 +195,38 @@ inline vf sums_of(vf (&x)[W]) {
   }
   return x[0];
 }
+// The same with the maximum.
+inline vf tops_of(vf (&x)[W]) {
+#pragma GCC unroll 4
+  for (int n = W; n > 1; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) x[i] = pair_tops(x[2 * i], x[2 * i + 1]);
+  }
+  return x[0];
+}
 
 // ---- exp and friends --------------------------------------------------------------------------
 
-// exp(x) to about 1 ulp; 0 below -87.3, infinity above 88.7; NaN stays NaN.
+// 2^n for whole numbers n in -150..128 times x; results below 2^-126 are never asked for.
+inline vf times_power_of_two(vf x, vf n) {
+#if SW_WIDTH == 16
+  return (vf)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  // As two factors: 2^128 has no float of its own.
+  const vi k = __builtin_convertvector(n, vi);
+  const vi half = k >> 1;
+  return x * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+#endif
+}
+
+// exp(x) to about 1 ulp; 0 below -87.3 (no subnormals), infinity above 88.7; NaN stays NaN.
 inline vf exp_of(vf x) {
-  const vf too_small = splat(-87.33654f), too_large = splat(88.72283f);
-  vf t = x < too_small ? too_small : x;
-  t = t > too_large ? too_large : t;
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vf n = t * 1.44269504088896341f + magic;
-  const vi k = (vi)n - (vi)magic;
-  n -= magic;
+  const vf too_small = splat(-87.33654f), large = splat(100.0f);
+  // The order of the operands of these two lets NaN through.
+  vf t = too_small > x ? too_small : x;
+  t = large < t ? large : t;
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vf n = (t * 1.44269504088896341f + magic) - magic;
   vf r = t - n * 0.693359375f;
   r -= n * -2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
@@ -214,12 +236,8 @@ inline vf exp_of(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^k as a product of two factors: k = 128 has no float of its own.
-  const vi half = k >> 1;
-  const vf low = (vf)((half + 127) << 23), high = (vf)((k - half + 127) << 23);
-  vf y = p * low * high;
-  y = x < too_small ? splat(0.0f) : y;
-  return x > too_large ? splat(__builtin_inff()) : y;
+  const vf y = times_power_of_two(p, n);
+  return x < too_small ? splat(0.0f) : y;
 }
 
 inline float exp_of(float x) { return exp_of(splat(x))[0]; }

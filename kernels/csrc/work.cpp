@@ -62,6 +62,7 @@ struct Divider {
     int64_t tile_tokens = tokens;
     if (tokens * group > kSmallRows) tile_tokens = most(1, tile_rows / group);
     const int64_t tiles = ceil_div(tokens, tile_tokens);
+    tile_tokens = ceil_div(tokens, tiles);
     // The last tiles read the most keys: they go first, so that none starts late.
     for (int64_t t = tiles - 1; t >= 0; --t) {
       const int64_t first = t * tile_tokens;

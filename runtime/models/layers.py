@@ -150,6 +150,8 @@ class Embedding:
         if not config.tied_embeddings:
             head = reader.tensor("lm_head.weight", shape)
         self.head: Any = build.ops.pack(head)
+        if config.tied_embeddings and isinstance(self.head, Tensor):
+            self.weight = self.head  # packed as a tensor: one copy serves both
         self.final_soft_cap = config.final_soft_cap
 
     def embed(self, token_ids: Tensor) -> Tensor:
