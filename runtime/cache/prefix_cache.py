@@ -28,13 +28,14 @@ from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 from statewise.radix.validation import GroupEnv, ValidationEnv, Verdict, validate
+from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.cache.snapshots import Snapshots
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.messages import CacheOptions, CacheReport
-from statewise.runtime.scheduler.batch import BlockCopy
 
 Int32 = NDArray[np.int32]
 
@@ -92,8 +93,11 @@ class PrefixCache:
             for group, count in zip(schema.groups, num_blocks, strict=True)
         )
         self.cost = CostObserver(cost)
-        self._recovery = RecoveryExecutor(schema, self.tree, self.pools, self._make_room)
-        self.has_snapshots = any(g.kind.is_snapshot for g in schema.groups)
+        self._copies = CopyQueue()
+        parts = (schema, self.tree, self.pools, self._make_room, self._copies)
+        self._recovery = RecoveryExecutor(*parts)
+        self._snapshots = Snapshots(*parts)
+        self.has_snapshots = bool(self._snapshots.groups)
         self._seq = 0
         self._live: set[Sequence] = set()
         self.evicted_blocks = [0] * schema.num_groups
@@ -131,9 +135,10 @@ class PrefixCache:
             return Lookup(namespace, None, NOTHING, (), len(tokens), self.version)
         self.num_lookups += 1
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
-        verdicts = validate(match, self._env, match.logical_tokens)
-        if not verdicts and match.logical_tokens % granularity == 0:
-            position = match.logical_tokens
+        terminal = self.has_snapshots and granularity == 1
+        position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
+        verdicts = validate(match, self._env, position)
+        if not verdicts and position % granularity == 0:
             steps = (Reuse(0, position),) if position else ()
             direct = RecoveryPlan(position, Level.DIRECT, steps, None, position)
             return Lookup(namespace, match, direct, (), len(tokens), self.version)
@@ -145,6 +150,7 @@ class PrefixCache:
             repair=not direct_only,
             rebuild=not direct_only,
             load=False,
+            terminal=terminal,
         )
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
         return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
@@ -163,35 +169,48 @@ class PrefixCache:
     def begin(self, lookup: Lookup, capacity_tokens: int) -> Sequence:
         """Lease what `lookup` reuses and lay out page tables."""
         page = self.schema.page_size
-        sequence = Sequence(self.schema.num_groups, -(-capacity_tokens // page), lookup.namespace)
+        sequence = Sequence(self.schema, -(-capacity_tokens // page), lookup.namespace)
         self._live.add(sequence)
         if lookup.match is None:
+            self._snapshots.begin(sequence, None, 0)
             return sequence
         chosen = lookup.plan
         sequence.lease = self.tree.lease(
             lookup.match, chosen.position, chosen.repairing, chosen.read_from
         )
         sequence.num_pages = sequence.num_published = chosen.position // page
+        sequence.match = lookup.match
         self._recovery.adopt(sequence)
+        self._snapshots.begin(sequence, lookup.match, chosen.position)
         return sequence
 
     def enter_replay(self, sequence: Sequence, replay: Replay) -> None:
-        """Page tables for the first token of `replay`."""
+        """Lay out page tables and working blocks for the first token of `replay`."""
         self._recovery.enter(sequence, replay)
+        if sequence.match is not None:
+            self._snapshots.restore(sequence, sequence.match, replay.start)
 
     def reserve_replay(self, sequence: Sequence, replay: Replay, start: int, end: int) -> None:
         """Private blocks for what `replay` writes over tokens [start, end)."""
         self._recovery.reserve(sequence, replay, start, end)
 
     def replayed(
-        self, sequence: Sequence, replay: Replay, position: int, after: Replay | None
+        self,
+        sequence: Sequence,
+        tokens: Int32,
+        replay: Replay,
+        position: int,
+        after: Replay | None,
     ) -> None:
         """Take note that `replay` has run up to `position`; `after` is the next one."""
         if position < replay.end:
             self._recovery.pass_by(sequence, replay, position)
             return
         self._seq += 1
-        self._recovery.complete(sequence, replay, after, self._written())
+        written = self._written()
+        self._recovery.complete(sequence, replay, after, written)
+        if after is None and self.has_snapshots:
+            self._snapshots.repaired(sequence, TokenKey(tokens[:position]), position, written)
 
     def _written(self) -> Written:
         return Written(self._stamps, self._seq, tuple(pool.generations for pool in self.pools))
@@ -208,6 +227,8 @@ class PrefixCache:
             pool.free(sequence.owned(g))
             sequence.tables[g][:] = -1
         sequence.repaired.clear()
+        sequence.working.clear()
+        sequence.taken.clear()
         sequence.num_pages = sequence.num_published = 0
         if sequence.lease is not None:
             self._take_back(self.tree.release(sequence.lease))
@@ -225,10 +246,12 @@ class PrefixCache:
         new = -(-num_tokens // self.schema.page_size) - sequence.num_pages
         if new <= 0:
             return
-        for g in range(self.schema.num_groups):
+        paged = [g for g in range(self.schema.num_groups) if g not in sequence.snapshot_groups]
+        for g in paged:
             self._make_room(g, new)
         lo, hi = sequence.num_pages, sequence.num_pages + new
-        for g, pool in enumerate(self.pools):
+        for g in paged:
+            pool = self.pools[g]
             blocks = pool.allocate(new)
             sequence.tables[g][lo:hi] = blocks
             sequence.generations[g][lo:hi] = pool.generations[blocks]
@@ -249,9 +272,14 @@ class PrefixCache:
         for pool, blocks in zip(self.pools, freed.blocks, strict=True):
             pool.free(blocks)
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Block copies that must run before the next step's rows."""
-        return self._recovery.take_copies()
+    def take_copies(self) -> tuple[Copies, Copies]:
+        """Block copies of the next step: before its rows, after its rows."""
+        return self._copies.take()
+
+    def prepare_checkpoint(self, sequence: Sequence, position: int) -> None:
+        """Keep the snapshot groups' state at `position`, where the next step ends."""
+        if sequence.lease is not None and self.has_snapshots:
+            self._snapshots.prepare(sequence, position)
 
     # ---------------------------------------------------------------- commit and finish
 
@@ -277,6 +305,9 @@ class PrefixCache:
             for position in checkpoints:
                 if position <= sequence.num_published * self.schema.page_size:
                     self.tree.keep(lease, position, "mark")
+            if sequence.taken:
+                key = TokenKey(tokens[:num_computed])
+                self._snapshots.commit(sequence, key, self._written())
         self._drop_left_behind(sequence, num_computed)
 
     def _publish(self, sequence: Sequence, tokens: Int32, publishable: int, position: int) -> None:
@@ -312,13 +343,19 @@ class PrefixCache:
             sequence.tables[g][old:first] = -1
             sequence.live_from[g] = first
 
-    def finish(self, sequence: Sequence, *, checkpoint: bool) -> None:
+    def finish(self, sequence: Sequence, tokens: Int32, num_computed: int) -> None:
         """Give back everything the request held; what it published stays cached.
 
-        `checkpoint`: keep the trailing state at the last published page.
+        The trailing state at its end is kept as a checkpoint, at the exact position where the
+        model has snapshots. `num_computed` 0: nothing of it is to be kept.
         """
-        if sequence.lease is not None and checkpoint and sequence.num_published:
-            self.tree.keep(sequence.lease, sequence.num_published * self.schema.page_size)
+        lease = sequence.lease
+        if lease is not None and num_computed and sequence.num_published:
+            self.tree.keep(lease, sequence.num_published * self.schema.page_size)
+        if lease is not None and num_computed and self.has_snapshots:
+            key = TokenKey(tokens[:num_computed])
+            self._seq += 1
+            self._snapshots.end(sequence, key, num_computed, self._written())
         self.cancel(sequence)
 
     # ---------------------------------------------------------------- epochs, leases, questions

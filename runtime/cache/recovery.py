@@ -23,9 +23,9 @@ from statewise.radix import RadixTree, Written
 from statewise.radix.need import first_token
 from statewise.radix.plan import Replay
 from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.copies import CopyQueue
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.memory.block_pool import BlockPool
-from statewise.runtime.scheduler.batch import BlockCopy
 
 Int32 = NDArray[np.int32]
 
@@ -39,23 +39,18 @@ class RecoveryExecutor:
         tree: RadixTree,
         pools: tuple[BlockPool, ...],
         make_room: Callable[[int, int], None],
+        copies: CopyQueue,
     ) -> None:
         self.schema = schema
         self._tree = tree
         self._pools = pools
         self._make_room = make_room
-        self._copies: list[BlockCopy] = []  # to run before the next step's rows
-
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Block copies that must run before the next step's rows."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+        self._copies = copies
 
     def forget(self, sequence: Sequence) -> None:
         """Drop copies into blocks that the sequence is about to give back."""
-        for g, own in sequence.repaired.items():
-            gone = set(own.values())
-            self._copies = [c for c in self._copies if c.group != g or c.dst not in gone]
+        for g in range(self.schema.num_groups):
+            self._copies.forget(g, sequence.owned(g).tolist())
 
     def adopt(self, sequence: Sequence) -> None:
         """Page tables as the tree has them, for a request at its resume position."""
@@ -99,7 +94,7 @@ class RecoveryExecutor:
         missing = {
             g: [p for p in pages if p not in sequence.repaired.get(g, {})]
             for g in range(self.schema.num_groups)
-            if replay.write_groups >> g & 1
+            if replay.write_groups >> g & 1 and g not in sequence.snapshot_groups
         }
         for g, wanted in missing.items():
             self._make_room(g, len(wanted))
@@ -111,7 +106,7 @@ class RecoveryExecutor:
     def _replace(self, sequence: Sequence, group: int, page: int, block: int) -> None:
         old = int(sequence.tables[group][page])
         if old >= 0 and self.schema.groups[group].kind.is_history:
-            self._copies.append(BlockCopy(group, old, block))  # keep the deeper layers
+            self._copies.before(group, old, block)  # keep the deeper layers
         sequence.repaired.setdefault(group, {})[page] = block
         sequence.tables[group][page] = block
         sequence.generations[group][page] = self._pools[group].generations[block]

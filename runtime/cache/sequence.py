@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from statewise.radix import Lease
+    from statewise.radix import CacheSchema, Lease, Match, Namespace
 
 Int32 = NDArray[np.int32]
 
@@ -25,30 +25,40 @@ Int32 = NDArray[np.int32]
 class Sequence:
     """Page tables of one admitted request; owned by the prefix cache."""
 
-    def __init__(self, num_groups: int, capacity_pages: int, namespace: object) -> None:
+    def __init__(self, schema: CacheSchema, capacity_pages: int, namespace: Namespace) -> None:
+        sizes = [1 if g.kind.is_snapshot else capacity_pages for g in schema.groups]
         self.namespace = namespace
-        self.capacity_pages = capacity_pages
-        self.tables: list[Int32] = [
-            np.full(capacity_pages, -1, dtype=np.int32) for _ in range(num_groups)
-        ]
+        self.snapshot_groups = frozenset(
+            g for g, spec in enumerate(schema.groups) if spec.kind.is_snapshot
+        )
+        self.tables: list[Int32] = [np.full(n, -1, dtype=np.int32) for n in sizes]
         # Pool generation of each table entry when it was taken: checked before every step.
-        self.generations: list[Int32] = [
-            np.zeros(capacity_pages, dtype=np.int32) for _ in range(num_groups)
-        ]
+        self.generations: list[Int32] = [np.zeros(n, dtype=np.int32) for n in sizes]
         self.num_pages = 0  # pages with blocks
         self.num_published = 0  # pages whose blocks belong to the tree
-        self.live_from: list[int] = [0] * num_groups  # first page that may hold a block
-        self.context_starts: list[int] = [0] * num_groups  # first position that may be read
+        self.live_from: list[int] = [0] * len(sizes)  # first page that may hold a block
+        self.context_starts: list[int] = [0] * len(sizes)  # first position that may be read
         self.lease: Lease | None = None
+        self.match: Match | None = None  # what it began from
         # Blocks a repair wrote below num_published, per group: page -> own block.
         self.repaired: dict[int, dict[int, int]] = {}
+        self.working: dict[int, int] = {}  # snapshot group -> working block
+        self.taken: list[tuple[int, int, int]] = []  # snapshots not in the tree yet:
+        # (position, group, block)
 
     def views(self) -> tuple[Int32, ...]:
         """Page tables up to the last page with a block."""
-        return tuple(table[: self.num_pages] for table in self.tables)
+        return tuple(
+            table if g in self.snapshot_groups else table[: self.num_pages]
+            for g, table in enumerate(self.tables)
+        )
 
     def owned(self, group: int) -> Int32:
         """Blocks of `group` that belong to this request alone."""
+        if group in self.snapshot_groups:
+            single = [block for _, g, block in self.taken if g == group]
+            single += [self.working[group]] if group in self.working else []
+            return np.array(single, dtype=np.int32)
         own = self.tables[group][self.num_published : self.num_pages]
         own = own[own >= 0]
         extra = self.repaired.get(group)

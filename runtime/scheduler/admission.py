@@ -68,6 +68,8 @@ def held(request: Request, group_index: int) -> int:
     sequence = request.sequence
     if sequence is None:
         return 0
+    if group_index in sequence.snapshot_groups:
+        return 1
     return sequence.num_pages - sequence.live_from[group_index]
 
 

@@ -82,13 +82,18 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         if request.sequence is not None:
-            self.cache.finish(request.sequence, checkpoint=keep_state)
-            request.sequence = None
+            self._end_sequence(request, keep_state=keep_state)
+
+    def _end_sequence(self, request: Request, *, keep_state: bool) -> None:
+        assert request.sequence is not None
+        kept = request.num_computed if keep_state and not request.replays else 0
+        if self.config.deterministic:
+            kept = min(kept, request.sequence.num_published * self.schema.page_size)
+        self.cache.finish(request.sequence, request.tokens, kept)
+        request.sequence = None
 
     def _preempt(self, victim: Request) -> None:
-        assert victim.sequence is not None
-        self.cache.finish(victim.sequence, checkpoint=True)
-        victim.sequence = None
+        self._end_sequence(victim, keep_state=True)
         victim.num_computed = 0
         victim.lookup = None
         victim.replays.clear()
@@ -118,10 +123,12 @@ class Scheduler:
         if not rows:
             return None
         self._step_id += 1
+        before, after = self.cache.take_copies()
         return ScheduledBatch(
             self._step_id,
             tuple(rows.values()),
-            copies_before=self.cache.take_copies(),
+            copies_before=before,
+            copies_after=after,
             deterministic=self.config.deterministic,
         )
 
@@ -137,7 +144,7 @@ class Scheduler:
                 continue  # preempted for an older one just now
             span = self._next_span(request, 1)
             if self._reserve(request, span, rows):
-                rows[request.rid] = build_row(request, span, self.config.eos_ids)
+                self._take(request, span, rows)
                 used += 1
         return used
 
@@ -159,7 +166,7 @@ class Scheduler:
                 return 0
             last_try = size <= self.schema.page_size or self.config.deterministic
             if self._reserve(request, span, rows, may_preempt=last_try):
-                rows[request.rid] = build_row(request, span, self.config.eos_ids)
+                self._take(request, span, rows)
                 return size
             if last_try:
                 break
@@ -168,6 +175,13 @@ class Scheduler:
             request.direct_only = True  # its repair does not fit beside its history
             self._preempt(request)
         return 0
+
+    def _take(self, request: Request, span: Span, rows: dict[str, BatchRow]) -> None:
+        """Put the span into this step; its blocks are reserved."""
+        assert request.sequence is not None
+        if not span.is_replay and span.end in request.checkpoints:
+            self.cache.prepare_checkpoint(request.sequence, span.end)
+        rows[request.rid] = build_row(request, span, self.config.eos_ids)
 
     def _next_span(self, request: Request, limit: int) -> Span:
         """The request's next run of tokens, at most `limit` long; empty if it cannot be cut so."""
@@ -322,8 +336,9 @@ class Scheduler:
         request.checkpoints.update(m - m % page for m in marks)
         if branch_position > request.num_computed:
             request.checkpoints.add(branch_position)
-        if request.message.cache.checkpoint:
-            request.checkpoints.add(request.prompt_len - request.prompt_len % page)
+        if request.message.cache.checkpoint or self.cache.has_snapshots:
+            last = request.prompt_len - (0 if request.message.cache.checkpoint else 1)
+            request.checkpoints.add(last - last % page)
         request.checkpoints = {c for c in request.checkpoints if c > request.num_computed}
 
     # ---------------------------------------------------------------- after a step
@@ -350,7 +365,7 @@ class Scheduler:
         replay = request.replays[0]
         request.replay_at = row.end
         after = request.replays[1] if len(request.replays) > 1 else None
-        self.cache.replayed(request.sequence, replay, row.end, after)
+        self.cache.replayed(request.sequence, request.tokens, replay, row.end, after)
         if row.end == replay.end:
             request.replays.pop(0)
             if after is not None:

@@ -1,0 +1,152 @@
+"""State that belongs to one position: working blocks, snapshots, and partly filled last pages.
+
+    begin       a working block per snapshot group; the snapshot at the position is copied into it
+    checkpoint  the chunk stops at the position; after the step the working block is copied aside
+    commit      the copy is handed to the tree, bound to exactly that position (F3, F17)
+    end         the working block itself, and the partly filled last page of every other group,
+                are handed over: whoever continues the finished request resumes at its exact end
+
+A block handed to the tree is never written again (F16, F18): whoever resumes there copies it.
+
+This module does not decide where checkpoints are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from statewise.radix import Match, RadixTree, TokenKey, Written
+from statewise.radix.need import needs_snapshot
+from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.copies import CopyQueue
+from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.memory.block_pool import BlockPool
+
+
+class Snapshots:
+    """Moves blocks of single positions; shares tree, pools and copies with the prefix cache."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        tree: RadixTree,
+        pools: tuple[BlockPool, ...],
+        make_room: Callable[[int, int], None],
+        copies: CopyQueue,
+    ) -> None:
+        self._schema = schema
+        self._tree = tree
+        self._pools = pools
+        self._make_room = make_room
+        self._copies = copies
+        self.groups = tuple(g for g, s in enumerate(schema.groups) if s.kind.is_snapshot)
+        self.num_taken = 0
+        self.num_skipped = 0  # checkpoints for which no block could be had
+
+    # ---------------------------------------------------------------- begin
+
+    def begin(self, sequence: Sequence, match: Match | None, position: int) -> None:
+        """Give a new sequence its working blocks, and the state at `position` in them.
+
+        At a position inside a page the partly filled blocks are copied as well. Raises
+        `OutOfBlocksError`; what was taken by then belongs to the sequence.
+        """
+        for g in self.groups:
+            self._make_room(g, 1)
+            sequence.working[g] = int(self._pools[g].allocate(1)[0])
+            sequence.tables[g][0] = sequence.working[g]
+        if match is not None and position:
+            self.restore(sequence, match, position)
+            if position % self._schema.page_size:
+                self._copy_partial_page(sequence, match, position)
+
+    def restore(self, sequence: Sequence, match: Match, position: int) -> None:
+        """Copy the snapshot at `position`, where one is there, into the working blocks."""
+        snapshot = match.snapshot_at(position)
+        for g in self.groups:
+            held = snapshot.block_of(g) if snapshot is not None else None
+            if held is not None:
+                self._copies.before(g, held.block, sequence.working[g])
+
+    def _copy_partial_page(self, sequence: Sequence, match: Match, position: int) -> None:
+        page = position // self._schema.page_size
+        snapshot = match.terminal_at(position)
+        assert snapshot is not None, "a position inside a page is resumed from its snapshot"
+        paged = [g for g in range(self._schema.num_groups) if g not in self.groups]
+        for g in paged:
+            self._make_room(g, 1)
+        for g in paged:
+            block = int(self._pools[g].allocate(1)[0])
+            sequence.tables[g][page] = block
+            sequence.generations[g][page] = self._pools[g].generations[block]
+            held = snapshot.block_of(g)
+            if held is not None:
+                self._copies.before(g, held.block, block)
+        sequence.num_pages = page + 1
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def prepare(self, sequence: Sequence, position: int) -> None:
+        """Take copies of the working blocks after the next step, which ends at `position`."""
+        wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
+        try:
+            for g in wanted:
+                self._make_room(g, 1)
+        except OutOfBlocksError:
+            self.num_skipped += 1
+            return
+        for g in wanted:
+            block = int(self._pools[g].allocate(1)[0])
+            sequence.taken.append((position, g, block))
+            self._copies.after(g, sequence.working[g], block)
+
+    def commit(self, sequence: Sequence, key: TokenKey, written: Written) -> None:
+        """Hand the snapshots that were taken to the tree; their pages are published."""
+        for position, g, block in sequence.taken:
+            self._hand_over(sequence, key, (position, g, block), written)
+            self.num_taken += 1
+        sequence.taken.clear()
+
+    def _hand_over(
+        self, sequence: Sequence, key: TokenKey, what: tuple[int, int, int], written: Written
+    ) -> None:
+        position, g, block = what
+        assert sequence.lease is not None
+        back = self._tree.add_snapshot(sequence.lease, key, position, g, block, written)
+        if back is not None:
+            self._pools[g].free(np.array([back], dtype=np.int32))
+
+    def repaired(self, sequence: Sequence, key: TokenKey, position: int, written: Written) -> None:
+        """Share the working state at `position`, which a replay made, with the tree."""
+        wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
+        try:
+            for g in wanted:
+                self._make_room(g, 1)
+        except OutOfBlocksError:
+            return
+        for g in wanted:
+            block = int(self._pools[g].allocate(1)[0])
+            self._copies.before(g, sequence.working[g], block)
+            self._hand_over(sequence, key, (position, g, block), written)
+
+    # ---------------------------------------------------------------- end
+
+    def end(self, sequence: Sequence, key: TokenKey, position: int, written: Written) -> None:
+        """Hand over what belongs to exactly `position`, the end of what was computed."""
+        page, rest = divmod(position, self._schema.page_size)
+        if page != sequence.num_published or not position:
+            return
+        for g in self.groups:
+            if needs_snapshot(self._schema.groups[g], position):
+                self._hand_over(sequence, key, (position, g, sequence.working.pop(g)), written)
+                sequence.tables[g][0] = -1
+        if not rest or page >= sequence.num_pages:
+            return
+        for g in range(self._schema.num_groups):
+            block = int(sequence.tables[g][page]) if g not in self.groups else -1
+            if block >= 0:
+                self._hand_over(sequence, key, (position, g, block), written)
+                sequence.tables[g][page] = -1
