@@ -95,7 +95,7 @@ def scenario(case: Case, seed: int) -> None:
     rng = random.Random(seed)
     core = case.core(
         max_total_tokens=rng.choice([160, 240, 480]),
-        max_window_tokens=rng.choice([96, 160, 480]),
+        max_window_tokens=rng.choice([104, 160, 480]),
         chunked_prefill_size=rng.choice([8, 24, 64]),
         max_running_requests=rng.choice([1, 3, 6]),
         checkpoint_interval=rng.choice([0, 32]),
