@@ -410,7 +410,8 @@ class PrefixCache:
             counts = np.bincount(np.concatenate(places), minlength=pool.num_blocks)
             wrong = np.flatnonzero(counts != 1)
             assert len(wrong) == 0, (
-                f"{pool.group}: blocks {wrong[:8].tolist()} are in {counts[wrong[:8]].tolist()} places"
+                f"{pool.group}: blocks {wrong[:8].tolist()} are in "
+                f"{counts[wrong[:8]].tolist()} places"
             )
 
     def dump(self) -> dict[str, Any]:

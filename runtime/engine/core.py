@@ -256,7 +256,7 @@ class EngineCore:
         return bool(self._requests) or bool(self._outbox)
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return all deltas since the last; may be empty while grammars compile."""
+        """Run one step; returns all deltas since the last, maybe none while grammars compile."""
         self._poll_grammars()
         started = self.clock.monotonic()
         batch = self.scheduler.schedule(started)
