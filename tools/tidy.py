@@ -374,9 +374,10 @@ def _blank_fences(text: str) -> str:
 
 
 def check_links(sources: list[Source], root: Path) -> Iterator[Problem]:
-    """Relative links in Markdown lead to files and headings that exist."""
+    """Relative links in Markdown, and documents that code names, lead to what exists."""
     for source in sources:
         if not source.path.endswith(".md"):
+            yield from _check_named_documents(source, root)
             continue
         text = _blank_fences(source.text)
         for match in _LINK.finditer(text):
@@ -385,6 +386,15 @@ def check_links(sources: list[Source], root: Path) -> Iterator[Problem]:
             why = _broken(target, source, root)
             if why:
                 yield Problem(source.path, line, "link", f"{target}: {why}")
+
+
+def _check_named_documents(source: Source, root: Path) -> Iterator[Problem]:
+    if source.path in WORD_CHECKERS:
+        return
+    for match in re.finditer(r"(?<![\w/.])docs/[\w/.-]+\.md", source.text):
+        if not (root / match.group()).exists():
+            line = source.text.count("\n", 0, match.start()) + 1
+            yield Problem(source.path, line, "link", f"{match.group()}: no such file")
 
 
 def _broken(target: str, source: Source, root: Path) -> str:

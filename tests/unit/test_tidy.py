@@ -55,6 +55,7 @@ VIOLATIONS = [
     ("docs/a.md", "See [the tree](tree.md).\n", "link"),
     ("docs/a.md", "# One\n\nSee [two](#two).\n", "link"),
     ("docs/a.md", "![picture](gone.svg)\n", "link"),
+    ("runtime/a.py", '"""See docs/gone.md."""\n', "link"),
 ]
 
 CLEAN = [
