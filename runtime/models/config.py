@@ -2,6 +2,7 @@
 
     ModelInfo    what a server must know before weights are loaded (any architecture)
     DenseConfig  a decoder whose every layer is attention plus a gated MLP
+    GptOssConfig a dense decoder with experts
       LayerConfig  one layer's window (0: all tokens) and rope
         RopeConfig   one rotary embedding; equal ropes share one table
 
@@ -78,11 +79,22 @@ class DenseConfig:
     embedding_scale: float = 1.0
     attention_soft_cap: float = 0.0
     final_soft_cap: float = 0.0
+    attention_sinks: bool = False  # one learned logit per head in the softmax's denominator
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+
+@dataclass(frozen=True)
+class GptOssConfig(DenseConfig):
+    """A dense decoder's attention with routed experts instead of the MLP."""
+
+    num_experts: int = 0
+    num_chosen: int = 0  # experts for each token
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from statewise.runtime.models.config import (
     MAX_LAYERS,
     DenseConfig,
     Fields,
+    GptOssConfig,
     LayerConfig,
     RopeConfig,
 )
@@ -31,6 +32,15 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
+}
+DEFAULT_THETA = {"Gemma3ForCausalLM": 1_000_000.0, "GptOssForCausalLM": 150_000.0}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divisors")
 
@@ -90,12 +100,38 @@ def parse_gemma3(fields: Fields) -> DenseConfig:
     )
 
 
+def parse_gpt_oss(fields: Fields) -> DenseConfig:
+    """gpt-oss: windowed and full layers in turn, sinks, biases, experts."""
+    is_windowed = [i % 2 == 0 for i in range(_depth(fields))]
+    num_experts = fields.integer("num_local_experts", 128)
+    num_chosen = fields.integer("num_experts_per_tok", fields.integer("experts_per_token", 4))
+    if num_chosen > num_experts:
+        raise fields.fail(f"{num_chosen} experts for each token, and there are {num_experts}")
+    bias = fields.flag("attention_bias", True)
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        fields = Fields({**fields.raw, "rope_scaling": GPT_OSS_ROPE}, fields.source)
+    return _dense(
+        fields,
+        config_type=GptOssConfig,
+        windows=_windows(fields, is_windowed, fields.integer("sliding_window", 128)),
+        head_dim=64,
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_sinks=True,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+    )
+
+
 PARSERS: dict[str, Callable[[Fields], DenseConfig]] = {
     "LlamaForCausalLM": parse_llama,
     "MistralForCausalLM": parse_mistral,
     "Qwen2ForCausalLM": parse_qwen2,
     "Qwen3ForCausalLM": parse_qwen3,
     "Gemma3ForCausalLM": parse_gemma3,
+    "GptOssForCausalLM": parse_gpt_oss,
 }
 
 
@@ -103,6 +139,7 @@ def _dense(
     fields: Fields,
     *,
     windows: list[int],
+    config_type: type[DenseConfig] = DenseConfig,
     activation: str = "silu",
     head_dim: int = 0,
     tied: bool = False,
@@ -118,7 +155,7 @@ def _dense(
         raise fields.fail(f"'head_dim' {dim} is odd: rotary embedding needs pairs")
     context = fields.integer("max_position_embeddings", 2048)
     features.setdefault("attention_scale", dim**-0.5)
-    return DenseConfig(
+    return config_type(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
@@ -187,8 +224,9 @@ def _ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
             _rope(new.section("full_attention"), _theta(fields, 1_000_000.0), context),
             _rope(new.section("sliding_attention"), _local_theta(fields), context),
         )
-    is_gemma = fields.raw["architectures"][0].startswith("Gemma3")
-    theta = _theta(fields, 1_000_000.0 if is_gemma else 10_000.0)
+    architecture = fields.raw["architectures"][0]
+    is_gemma = architecture.startswith("Gemma3")
+    theta = _theta(fields, DEFAULT_THETA.get(architecture, 10_000.0))
     scaled = new if new.raw else fields.section("rope_scaling")
     full = _rope(scaled, theta, context)
     if not is_gemma:

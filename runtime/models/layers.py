@@ -96,6 +96,10 @@ class Attention:
         self.q_norm = Norm(build, f"{prefix}.q_norm", dim) if config.qk_norm else None
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim) if config.qk_norm else None
         self.rope = build.ropes[config.layers[layer].rope]
+        self.sinks: Tensor | None = None
+        if config.attention_sinks:
+            reader = build.reader
+            self.sinks = reader.tensor(f"{prefix}.sinks", [config.num_q_heads], reader.wide_dtype)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend with x [T, d] -> [T, d]; appends the tokens' K/V to the layer's group."""
@@ -108,7 +112,7 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         self.ops.rope(q, k, self.rope.cos, self.rope.sin, ctx.positions)
-        attended = ctx.attend(self.layer, q, k, v)
+        attended = ctx.attend(self.layer, q, k, v, self.sinks)
         return self.output(attended.reshape(num_tokens, q_width))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LLAMA_MODULE = "statewise.runtime.models.llama"
 GEMMA3_MODULE = "statewise.runtime.models.gemma3"
+GPT_OSS_MODULE = "statewise.runtime.models.gpt_oss"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ MODULES = {
     "Qwen2ForCausalLM": LLAMA_MODULE,
     "Qwen3ForCausalLM": LLAMA_MODULE,
     "Gemma3ForCausalLM": GEMMA3_MODULE,
+    "GptOssForCausalLM": GPT_OSS_MODULE,
 }
 ARCHITECTURES = {name: Architecture(name, PARSERS[name], MODULES[name]) for name in MODULES}
 

@@ -42,6 +42,7 @@ def group_geometries(config: DenseConfig, options: LoadOptions) -> dict[str, Att
             scale=config.attention_scale,
             window=window,
             soft_cap=config.attention_soft_cap,
+            has_sinks=config.attention_sinks,
         )
         for name, window in group_windows(config).items()
     }

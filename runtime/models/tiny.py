@@ -15,10 +15,7 @@ This module does not train anything, and does not need torch or transformers.
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,35 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-VOCAB_SIZE = 384
-BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
+from statewise.runtime.models.tiny_hybrid import HYBRID_RECIPES
+from statewise.runtime.models.tiny_recipes import (
+    BOS_ID,
+    DENSE_RECIPES,
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    Recipe,
+    TensorSpec,
+    TinySize,
+    token_ids,
+)
+
+__all__ = [
+    "BOS_ID",
+    "CHAT_TEMPLATE",
+    "EOS_ID",
+    "PAD_ID",
+    "RECIPES",
+    "VOCAB_SIZE",
+    "Recipe",
+    "TensorSpec",
+    "TinySize",
+    "fill",
+    "make_tiny_model",
+]
+
+RECIPES: dict[str, Recipe] = DENSE_RECIPES | HYBRID_RECIPES
+
 NAMED_SPECIALS = (
     "<|bos|>",
     "<|eos|>",
@@ -42,40 +66,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-Float32 = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class TinySize:
-    """Sizes of a tiny model; `window` is the sliding window where the architecture has one."""
-
-    layers: int = 4
-    hidden: int = 64
-    intermediate: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    window: int = 16  # tokens
-    context: int = 4096  # tokens
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a checkpoint: values are `mean + std * normal`."""
-
-    name: str
-    shape: tuple[int, ...]
-    std: float
-    mean: float = 0.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one architecture's config and tensors follow from a size."""
-
-    config: Callable[[TinySize], dict[str, Any]]
-    tensors: Callable[[dict[str, Any]], Iterator[TensorSpec]]
 
 
 def make_tiny_model(
@@ -99,20 +89,24 @@ def make_tiny_model(
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     _write_json(target / "config.json", settings)
-    _write_json(target / "generation_config.json", _token_ids() | {"do_sample": False})
+    _write_json(target / "generation_config.json", token_ids() | {"do_sample": False})
     write_weights(target, [(s, fill(s, seed)) for s in recipe.tensors(settings)], shards)
     write_tokenizer(target)
     return target
 
 
-def fill(spec: TensorSpec, seed: int) -> Float32:
+def fill(spec: TensorSpec, seed: int) -> NDArray[Any]:
     """Values of one tensor: a function of seed and name only."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    if spec.draw is not None:
+        return np.ascontiguousarray(spec.draw(rng, spec.shape))
     normal = rng.standard_normal(spec.shape, dtype=np.float32)
     return np.asarray(spec.mean + spec.std * normal, dtype=np.float32)
 
 
-def write_weights(target: Path, tensors: list[tuple[TensorSpec, Float32]], shards: int) -> None:
+def write_weights(
+    target: Path, tensors: list[tuple[TensorSpec, NDArray[Any]]], shards: int
+) -> None:
     """Write model.safetensors, or `shards` files with model.safetensors.index.json."""
     if shards == 1:
         values = {spec.name: value for spec, value in tensors}
@@ -208,140 +202,3 @@ def byte_characters() -> list[str]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _token_ids() -> dict[str, Any]:
-    return {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-
-
-def _dense_config(size: TinySize) -> dict[str, Any]:
-    """Entries that all dense decoders share."""
-    return _token_ids() | {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.intermediate,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "max_position_embeddings": size.context,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-
-
-def _llama_config(size: TinySize) -> dict[str, Any]:
-    return _dense_config(size) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def _mistral_config(size: TinySize) -> dict[str, Any]:
-    return _dense_config(size) | {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_act": "silu",
-        "sliding_window": size.window,
-    }
-
-
-def _qwen2_config(size: TinySize) -> dict[str, Any]:
-    return _dense_config(size) | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-    }
-
-
-def _qwen3_config(size: TinySize) -> dict[str, Any]:
-    return _dense_config(size) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
-
-
-def _gemma3_config(size: TinySize) -> dict[str, Any]:
-    layer_types = [
-        "full_attention" if i % 3 == 2 else "sliding_attention" for i in range(size.layers)
-    ]
-    return _dense_config(size) | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": size.head_dim,
-        "sliding_window": size.window,
-        "layer_types": layer_types,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    }
-
-
-def _projection(name: str, out_features: int, in_features: int, bias: bool) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{name}.weight", (out_features, in_features), 1 / math.sqrt(in_features))
-    if bias:
-        yield TensorSpec(f"{name}.bias", (out_features,), 0.1)
-
-
-def _attention_tensors(config: dict[str, Any], prefix: str) -> Iterator[TensorSpec]:
-    kind, hidden, dim = config["model_type"], config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    all_bias = bool(config.get("attention_bias", False))
-    for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        bias = all_bias or kind == "qwen2"
-        yield from _projection(f"{prefix}.{part}_proj", count * dim, hidden, bias)
-    yield from _projection(f"{prefix}.o_proj", hidden, heads * dim, all_bias)
-    if kind in ("qwen3", "gemma3_text"):
-        for part in ("q_norm", "k_norm"):
-            yield _norm(config, f"{prefix}.{part}", dim)
-
-
-def _norm(config: dict[str, Any], name: str, width: int) -> TensorSpec:
-    offset = 0.0 if config["model_type"] == "gemma3_text" else 1.0
-    return TensorSpec(f"{name}.weight", (width,), 0.1, offset)
-
-
-def _dense_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
-    hidden, inner, vocab = (
-        config["hidden_size"],
-        config["intermediate_size"],
-        config["vocab_size"],
-    )
-    sandwich = config["model_type"] == "gemma3_text"
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if sandwich:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    # A tied model must not merely echo its input: the embedding stays small in the residual.
-    embed_std = 0.1 / math.sqrt(hidden) if config["tie_word_embeddings"] else 1.0
-    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), embed_std)
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        yield from (_norm(config, f"{prefix}.{norm}", hidden) for norm in norms)
-        yield from _attention_tensors(config, f"{prefix}.self_attn")
-        bias = bool(config.get("mlp_bias", False))
-        yield from _projection(f"{prefix}.mlp.gate_proj", inner, hidden, bias)
-        yield from _projection(f"{prefix}.mlp.up_proj", inner, hidden, bias)
-        yield from _projection(f"{prefix}.mlp.down_proj", hidden, inner, bias)
-    yield _norm(config, "model.norm", hidden)
-    if not config["tie_word_embeddings"]:
-        yield from _projection("lm_head", vocab, hidden, bias=False)
-
-
-RECIPES: dict[str, Recipe] = {
-    "llama": Recipe(_llama_config, _dense_tensors),
-    "mistral": Recipe(_mistral_config, _dense_tensors),
-    "qwen2": Recipe(_qwen2_config, _dense_tensors),
-    "qwen3": Recipe(_qwen3_config, _dense_tensors),
-    "gemma3": Recipe(_gemma3_config, _dense_tensors),
-}

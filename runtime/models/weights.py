@@ -86,10 +86,15 @@ class WeightReader:
         """Whether the checkpoint holds `name`."""
         return name in self._names
 
-    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the tensor, in the model's dtype."""
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Type of what must not be rounded: float64 in a float64 model, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor, in the model's dtype where no other is asked for."""
         self._check(name, tuple(shape))
-        out = torch.empty(*shape, dtype=self.dtype)
+        out = torch.empty(*shape, dtype=dtype or self.dtype)
         self._read(name, out)
         return out
 

@@ -1,6 +1,6 @@
 """The exactness law on real layers: the cache on, under any schedule, against the cache off.
 
-Tiny random checkpoints in float32, one FULL-only and one FULL+WINDOW model. The oracle runs each
+Tiny random checkpoints in float32, one FULL-only model and two FULL+WINDOW. The oracle runs each
 prompt alone, without a prefix cache, in one engine with ample pools.
 """
 
@@ -27,7 +27,7 @@ from statewise.runtime.models.tiny import TinySize, make_tiny_model
 from statewise.runtime.sampling_params import SamplingParams
 
 WINDOW = 16
-ARCHITECTURES = ("llama", "gemma3")
+ARCHITECTURES = ("llama", "gemma3", "gpt-oss")
 VOCAB = 256
 
 
