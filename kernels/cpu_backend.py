@@ -56,6 +56,7 @@ class CpuPlan:
 
     geometry: AttentionGeometry
     layout: BatchLayout
+    block_shape: tuple[int, ...]
     params: abi.AttentionParams
     address: int
     kept: tuple[Tensor, ...]
@@ -108,13 +109,15 @@ class CpuAttention:
         params.kv_dtype = abi.DTYPE_CODES[geometry.dtype]
         params.scale = geometry.scale
         params.soft_cap = geometry.soft_cap
-        return CpuPlan(geometry, layout, params, ctypes.addressof(params), kept)
+        shape, address = block_shape(geometry), ctypes.addressof(params)
+        return CpuPlan(geometry, layout, shape, params, address, kept)
 
     def _set_pool(self, plan: CpuPlan, kv: Tensor) -> None:
-        g = plan.geometry
-        if kv.dtype != g.dtype or tuple(kv.shape[1:]) != block_shape(g):
-            raise ValueError(f"pool is {list(kv.shape)} {kv.dtype}, the plan is for {g}")
-        if not kv[0].is_contiguous():
+        if kv.dtype != plan.geometry.dtype or kv.shape[1:] != plan.block_shape:
+            raise ValueError(
+                f"pool is {list(kv.shape)} {kv.dtype}, the plan is for {plan.geometry}"
+            )
+        if not (kv.is_contiguous() or kv[0].is_contiguous()):
             raise ValueError("the [2, Hkv, P, D] bytes of a block must be contiguous")
         plan.params.kv = kv.data_ptr()
         plan.params.num_blocks = kv.shape[0]
@@ -140,7 +143,7 @@ class CpuAttention:
         if q.dtype not in abi.DTYPE_CODES:
             return self.run(plan, q.float(), kv, sinks).to(q.dtype)
         q = _token_rows(q)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = _empty_like(q)
         params = plan.params
         params.q, params.out, params.q_stride = q.data_ptr(), out.data_ptr(), q.stride(0)
         params.q_dtype = abi.DTYPE_CODES[q.dtype]
@@ -176,7 +179,7 @@ class CpuOps(TorchOps):
         if stride < 0:
             x = x.contiguous()
             rows, stride = _flat_rows(x)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = _empty_like(x)
         p = _norm_params(x, weight, out, rows, stride)
         p.eps, p.offset = eps, offset
         self._rms_norm(ctypes.addressof(p))
@@ -222,7 +225,7 @@ class CpuOps(TorchOps):
             gate_up = gate_up.contiguous()
             rows, stride = _flat_rows(gate_up)
         dim = gate_up.shape[-1] // 2
-        out = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype)
+        out = torch.empty(*gate_up.shape[:-1], dim, dtype=gate_up.dtype)
         p = abi.ActParams()
         p.gate_up, p.out = gate_up.data_ptr(), out.data_ptr()
         p.rows, p.dim, p.x_stride = rows, dim, stride
@@ -235,7 +238,7 @@ class CpuOps(TorchOps):
         rows, stride = _flat_rows(x)
         if rows > MAX_NATIVE_ROWS or stride < 0 or not _linear_fits(x, weight, bias):
             return functional.linear(x, weight, bias)
-        out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         p = abi.LinearParams()
         p.x, p.weight, p.out = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         p.bias = None if bias is None else bias.data_ptr()
@@ -255,6 +258,13 @@ class CpuOps(TorchOps):
         if weight.nbytes < MIN_PACKED_BYTES or weight.dtype not in abi.DTYPE_CODES:
             return weight
         return self._pages.copy_of(weight)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Return an uninitialised contiguous tensor (the quick way where x is contiguous itself)."""
+    if x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=x.dtype)
 
 
 def _flat_rows(x: Tensor) -> tuple[int, int]:

@@ -275,8 +275,8 @@ void attend_tiles(Tile& t, const PageReader<BF16>& pages, int64_t lo, int64_t hi
 constexpr int64_t kTileMaxRows = 32;
 
 inline bool linear_fits_tiles(const LinearParams& p) {
-  return use_tiles && p.dtype == kBF16 && p.rows >= 2 && p.rows <= kTileMaxRows && p.in_dim % 32 == 0 &&
-         p.out_dim % 32 == 0;
+  const bool fits = p.rows >= 2 && p.rows <= kTileMaxRows && p.in_dim % 32 == 0;
+  return use_tiles && fits && p.dtype == kBF16 && p.out_dim % 32 == 0;
 }
 
 inline int64_t tile_x_bytes(const LinearParams& p) {

@@ -96,7 +96,7 @@ inline int attend(const AttentionWork& work) {
   }
 }
 
-// ---- append: new K and V of a step to their slots ------------------------------------------------
+// ---- append: new K and V of a step to their slots -----------------------------------------------
 
 template <typename N, typename KV>
 void append_token(const AttentionParams& p, int64_t token, int64_t block, int64_t slot) {
