@@ -69,6 +69,7 @@ class StateBlock(NamedTuple):
     generation: int
     stamp: int
     seq: int
+    checksums: tuple[int, ...] = ()  # per layer of the group; empty where none are kept
 
 
 class Checkpoint:

@@ -9,7 +9,7 @@ This module does not move leases' windows and does not evict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,10 @@ from statewise.radix.segment import (
     DEPENDENCY,
     GENERATION,
     MIXED,
+    NOTHING_ASIDE,
     SEQ,
     SEQ_MASK,
+    PageAside,
     Segment,
     new_columns,
 )
@@ -107,7 +109,9 @@ class Publisher:
             if source is not None:
                 columns[DEPENDENCY] = np.where(made[source].table[BLOCK] >= 0, seq, -1)
             present = int(np.count_nonzero(columns[BLOCK] >= 0))
-            made[group] = Segment(columns, present, stamp if present else MIXED)
+            sums = written.sums_of(group, blocks)
+            aside = NOTHING_ASIDE if sums is None else PageAside(checksums=sums)
+            made[group] = Segment(columns, present, stamp if present else MIXED, aside)
         return tuple(made)
 
     def restore(
@@ -157,7 +161,8 @@ class Publisher:
                 replaced = fill[(blocks[fill] >= 0) & (blocks[fill] != own[fill])]
                 self._give_back(node, group, replaced + lo, freed, shared)
                 columns = self._columns(group, segments, fill + lo, own[fill], written)
-                segments[group] = segment.with_pages(fill + lo, columns)
+                sums = written.sums_of(group, own[fill])
+                segments[group] = segment.with_pages(fill + lo, columns, sums)
                 self._replace(node, group, segments)
                 changed = True
         if changed:
@@ -228,15 +233,26 @@ class Publisher:
         freed: FreedBuilder,
     ) -> None:
         """Take `pages` of `group` out where the tree still has what the match saw."""
-        wanted = np.array(sorted({p for p in pages if p < fresh.logical_pages}), dtype=np.intp)
-        same = (match.blocks(group)[wanted] == fresh.blocks(group)[wanted]) & (
-            match.generations(group)[wanted] == fresh.generations(group)[wanted]
-        )
-        wanted = wanted[same & (fresh.blocks(group)[wanted] >= 0)]
+        wanted = _unchanged(match, fresh, group, pages)
         for node in list(fresh.nodes):
             inside = wanted[(wanted >= node.start) & (wanted < node.end)] - node.start
             if len(inside):
                 self._drop_pages(node, group, inside, freed)
+
+    def mark(self, match: Match, fresh: Match, group: int, masks: Mapping[int, int]) -> None:
+        """Mark layers of pages as invalid where the tree still has what the match saw."""
+        wanted = _unchanged(match, fresh, group, masks)
+        for node in fresh.nodes:
+            inside = wanted[(wanted >= node.start) & (wanted < node.end)].tolist()
+            if inside:
+                self.mark_pages(node, group, {p - node.start: masks[p] for p in inside})
+
+    def mark_pages(self, node: Node, group: int, masks: Mapping[int, int]) -> None:
+        """Mark layers of a node's own pages as invalid; the blocks stay."""
+        segments = list(node.segments)
+        segments[group] = segments[group].with_invalid(masks)
+        self._top.version += 1
+        self._top.set_segments(node, tuple(segments))
 
     def _drop_pages(self, node: Node, group: int, pages: Intp, freed: FreedBuilder) -> None:
         segments = list(node.segments)
@@ -248,6 +264,17 @@ class Publisher:
             self._top.evictable[group] -= len(pages)
         self._top.set_segments(node, tuple(segments))
         self._top.prune(node)
+
+
+def _unchanged(match: Match, fresh: Match, group: int, pages: Iterable[int]) -> Intp:
+    """[n] those of `pages` on the device whose block is the one that `match` saw."""
+    wanted = np.array(sorted({p for p in pages if p < fresh.logical_pages}), dtype=np.intp)
+    held = fresh.blocks(group)[wanted]
+    same = (match.blocks(group)[wanted] == held) & (
+        match.generations(group)[wanted] == fresh.generations(group)[wanted]
+    )
+    found: Intp = wanted[same & (held >= 0)]
+    return found
 
 
 def _duplicates(

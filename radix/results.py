@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from statewise.radix.segment import Tier
 
 Int32 = NDArray[np.int32]
+UInt64 = NDArray[np.uint64]
 NO_BLOCKS: Int32 = np.empty(0, dtype=np.int32)
 NO_BLOCKS.flags.writeable = False
 
@@ -78,17 +79,25 @@ class FreedBuilder:
 class Written:
     """How the blocks handed to `publish` came to be.
 
-    `stamps` and `seq` hold for all of them; `generations[group]` is the pool's own array of
-    generations, indexed by block (read during the call, not kept; None: zeros).
+    `stamps` and `seq` hold for all of them. `generations[group]` is the pool's own array of
+    generations, indexed by block; `checksums[group]` is [blocks of the pool, layers of the group]
+    (both are read during the call, not kept). None: zeros, and no checksums.
     """
 
     stamps: tuple[int, ...]
     seq: int
     generations: tuple[Int32 | None, ...] | None = None
+    checksums: tuple[UInt64, ...] | None = None
 
     def of_group(self, group: int) -> Int32 | None:
         """Look up the generation array of `group`."""
         return None if self.generations is None else self.generations[group]
+
+    def sums_of(self, group: int, blocks: Int32) -> UInt64 | None:
+        """[n, layers] checksums of `blocks`, zeros where a block is -1; None if none are kept."""
+        if self.checksums is None:
+            return None
+        return np.where((blocks >= 0)[:, None], self.checksums[group][blocks], np.uint64(0))
 
 
 @dataclass(frozen=True, slots=True)

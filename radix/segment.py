@@ -146,8 +146,13 @@ class Segment:
             aside = _join_aside(self, other)
         return Segment(table, self.num_present + other.num_present, stamp, aside)
 
-    def with_pages(self, pages: NDArray[np.intp], columns: Int32) -> Segment:
-        """`columns` [NUM_ROWS, len(pages)] put at `pages`; these pages' layers are all valid."""
+    def with_pages(
+        self, pages: NDArray[np.intp], columns: Int32, sums: NDArray[np.uint64] | None = None
+    ) -> Segment:
+        """`columns` [NUM_ROWS, len(pages)] put at `pages`; these pages' layers are all valid.
+
+        `sums` [len(pages), num_layers] are their checksums, if any are kept.
+        """
         table = self.table.copy()
         table[:, pages] = columns
         invalid = self.aside.invalid
@@ -155,10 +160,18 @@ class Segment:
             filled = set(pages.tolist())
             invalid = {p: mask for p, mask in invalid.items() if p not in filled} or None
         checksums = self.aside.checksums
-        if checksums is not None:
-            checksums = checksums.copy()
-            checksums[pages] = 0
+        some = checksums if checksums is not None else sums
+        if some is not None:
+            checksums = _checksums_of(self, some.shape[1]).copy()
+            checksums[pages] = 0 if sums is None else sums
         return of_table(table, PageAside(self.aside.slow, invalid, checksums))
+
+    def with_invalid(self, masks: Mapping[int, int]) -> Segment:
+        """`masks` (page -> layers that may not be used) added to what is marked already."""
+        invalid = dict(self.aside.invalid or {})
+        for page, mask in masks.items():
+            invalid[page] = invalid.get(page, 0) | mask
+        return self.with_aside(self.aside._replace(invalid=invalid or None))
 
     def without(self, pages: NDArray[np.intp]) -> Segment:
         """`pages` off the device; copies in slower tiers stay."""

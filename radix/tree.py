@@ -17,7 +17,7 @@ This module does not move bytes, know pools, or choose a recovery.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -332,7 +332,15 @@ class RadixTree:
         checkpoint = self.trailing.add_checkpoint(node, page, tail, position, "snapshot")
         generations = written.of_group(group)
         generation = 0 if generations is None else int(generations[block])
-        held = StateBlock(group, block, generation, written.stamps[group], written.seq & SEQ_MASK)
+        sums = written.sums_of(group, np.array([block], dtype=np.int32))
+        held = StateBlock(
+            group,
+            block,
+            generation,
+            written.stamps[group],
+            written.seq & SEQ_MASK,
+            () if sums is None else tuple(sums[0].tolist()),
+        )
         return self._hold(checkpoint, held, node)
 
     def _root_of(self, lease: Lease) -> Node:
@@ -407,6 +415,15 @@ class RadixTree:
             )
         self.topology.version += 1
         return freed.done()
+
+    def mark_invalid(self, match: Match, group: int, layers: Mapping[int, int]) -> None:
+        """Mark single layers of pages as not to be used: page of the match -> bit per layer.
+
+        The block stays, so that its other layers can be kept when it is rebuilt; a match no
+        longer finds the page usable. What has been replaced since the match stays valid.
+        """
+        fresh = self.match(match.namespace, match.key)
+        self._publisher.mark(match, fresh, group, layers)
 
     def _drop_snapshot(self, match: Match, group: int, position: int, freed: FreedBuilder) -> None:
         found = match.snapshot_at(position)
