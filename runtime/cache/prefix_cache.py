@@ -21,13 +21,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix import Freed, Match, Namespace, RadixTree, StampTable, TokenKey, Written
+from statewise.radix import (
+    Match,
+    Namespace,
+    RadixTree,
+    StaleMatchError,
+    StampTable,
+    TokenKey,
+    Written,
+)
 from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.need import first_token
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 from statewise.radix.validation import GroupEnv, ValidationEnv, Verdict, validate
+from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
@@ -94,13 +103,13 @@ class PrefixCache:
         )
         self.cost = CostObserver(cost)
         self._copies = CopyQueue()
-        parts = (schema, self.tree, self.pools, self._make_room, self._copies)
+        self._blocks = Blocks(self.tree, self.pools)
+        parts = (schema, self.tree, self._blocks, self._copies)
         self._recovery = RecoveryExecutor(*parts)
         self._snapshots = Snapshots(*parts)
         self.has_snapshots = bool(self._snapshots.groups)
         self._seq = 0
         self._live: set[Sequence] = set()
-        self.evicted_blocks = [0] * schema.num_groups
         self.num_lookups = 0
         self.failures: Counter[str] = Counter()  # validation failures by condition
         self._env = self._environment()
@@ -146,7 +155,7 @@ class PrefixCache:
         budget = Budget(
             len(tokens),
             granularity,
-            blocks=self.available(),
+            blocks=self._blocks.available(),
             repair=not direct_only,
             rebuild=not direct_only,
             load=False,
@@ -163,26 +172,38 @@ class PrefixCache:
             self.failures[verdict.condition.value] += 1
             places = verdict.pages or ((verdict.position,) if verdict.position >= 0 else ())
             if not verdict.layers:
-                self._take_back(self.tree.drop(match, verdict.group, places))
+                self._blocks.take_back(self.tree.drop(match, verdict.group, places))
         return verdicts
 
     def begin(self, lookup: Lookup, capacity_tokens: int) -> Sequence:
-        """Lease what `lookup` reuses and lay out page tables."""
+        """Lease what `lookup` reuses and lay out page tables.
+
+        Raises `StaleMatchError` where state has left the tree since the lookup (look up again and
+        plan anew) and `OutOfBlocksError`; nothing is held then.
+        """
         page = self.schema.page_size
         sequence = Sequence(self.schema, -(-capacity_tokens // page), lookup.namespace)
         self._live.add(sequence)
+        try:
+            self._begin(sequence, lookup)
+        except (StaleMatchError, OutOfBlocksError):
+            self.cancel(sequence)
+            raise
+        return sequence
+
+    def _begin(self, sequence: Sequence, lookup: Lookup) -> None:
         if lookup.match is None:
             self._snapshots.begin(sequence, None, 0)
-            return sequence
+            return
         chosen = lookup.plan
         sequence.lease = self.tree.lease(
             lookup.match, chosen.position, chosen.repairing, chosen.read_from
         )
-        sequence.num_pages = sequence.num_published = chosen.position // page
+        pages = chosen.position // self.schema.page_size
+        sequence.num_pages = sequence.num_published = pages
         sequence.match = lookup.match
         self._recovery.adopt(sequence)
         self._snapshots.begin(sequence, lookup.match, chosen.position)
-        return sequence
 
     def enter_replay(self, sequence: Sequence, replay: Replay) -> None:
         """Lay out page tables and working blocks for the first token of `replay`."""
@@ -231,7 +252,7 @@ class PrefixCache:
         sequence.taken.clear()
         sequence.num_pages = sequence.num_published = 0
         if sequence.lease is not None:
-            self._take_back(self.tree.release(sequence.lease))
+            self._blocks.take_back(self.tree.release(sequence.lease))
             sequence.lease = None
         self._live.remove(sequence)
 
@@ -239,7 +260,7 @@ class PrefixCache:
 
     def available(self) -> tuple[int, ...]:
         """Free plus evictable blocks per group."""
-        return tuple(pool.num_free + self.tree.evictable(g) for g, pool in enumerate(self.pools))
+        return self._blocks.available()
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks for positions below `num_tokens` in every group, or `OutOfBlocksError`."""
@@ -247,30 +268,12 @@ class PrefixCache:
         if new <= 0:
             return
         paged = [g for g in range(self.schema.num_groups) if g not in sequence.snapshot_groups]
-        for g in paged:
-            self._make_room(g, new)
+        taken = self._blocks.take(dict.fromkeys(paged, new))
         lo, hi = sequence.num_pages, sequence.num_pages + new
-        for g in paged:
-            pool = self.pools[g]
-            blocks = pool.allocate(new)
+        for g, blocks in taken.items():
             sequence.tables[g][lo:hi] = blocks
-            sequence.generations[g][lo:hi] = pool.generations[blocks]
+            sequence.generations[g][lo:hi] = self.pools[g].generations[blocks]
         sequence.num_pages = hi
-
-    def _make_room(self, group: int, count: int) -> None:
-        pool = self.pools[group]
-        if pool.num_free >= count:
-            return
-        freed = self.tree.evict(group, count - pool.num_free)
-        self._take_back(freed)
-        for g in range(self.schema.num_groups):
-            self.evicted_blocks[g] += freed.num(g)
-        if pool.num_free < count:
-            raise OutOfBlocksError(pool.group, count, pool.num_free)
-
-    def _take_back(self, freed: Freed) -> None:
-        for pool, blocks in zip(self.pools, freed.blocks, strict=True):
-            pool.free(blocks)
 
     def take_copies(self) -> tuple[Copies, Copies]:
         """Block copies of the next step: before its rows, after its rows."""
@@ -328,7 +331,7 @@ class PrefixCache:
             sequence.tables[g][duplicates.pages] = duplicates.tree_blocks
             sequence.generations[g][duplicates.pages] = duplicates.tree_generations
             self.pools[g].free(duplicates.own_blocks)
-        self._take_back(published.freed)
+        self._blocks.take_back(published.freed)
 
     def _drop_left_behind(self, sequence: Sequence, position: int) -> None:
         """Forget window pages that no later token reads; free those that are the request's own."""
@@ -337,11 +340,12 @@ class PrefixCache:
             old = sequence.live_from[g]
             if first <= old:
                 continue
-            own_from = max(old, sequence.num_published)
+            sequence.live_from[g] = first
+            gone_from = max(old, sequence.sink_pages[g])
+            own_from = max(gone_from, sequence.num_published)
             if own_from < first:
                 self.pools[g].free(sequence.tables[g][own_from:first].copy())
-            sequence.tables[g][old:first] = -1
-            sequence.live_from[g] = first
+            sequence.tables[g][gone_from:first] = -1
 
     def finish(self, sequence: Sequence, tokens: Int32, num_computed: int) -> None:
         """Give back everything the request held; what it published stays cached.
@@ -374,15 +378,14 @@ class PrefixCache:
         """Assert, just before a forward pass, that no block of any sequence was given away."""
         for sequence in self._live:
             for g, pool in enumerate(self.pools):
-                lo, hi = sequence.live_from[g], sequence.num_pages
-                blocks = sequence.tables[g][lo:hi]
-                same = pool.generations[blocks] == sequence.generations[g][lo:hi]
+                blocks = sequence.view(g)
+                same = pool.generations[blocks] == sequence.generations[g][: len(blocks)]
                 assert (same | (blocks < 0)).all(), f"{pool.group}: a lease is stale"
 
     def flush(self) -> dict[str, int]:
         """Drop every cached page that no lease protects; returns blocks freed per group."""
         freed = self.tree.flush()
-        self._take_back(freed)
+        self._blocks.take_back(freed)
         return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
 
     def pool_stats(self) -> dict[str, dict[str, int]]:
@@ -397,7 +400,7 @@ class PrefixCache:
                 "cached": pool.num_owned - running,
                 "evictable": self.tree.evictable(g),
                 "running": running,
-                "evicted": self.evicted_blocks[g],
+                "evicted": self._blocks.evicted[g],
             }
         return out
 

@@ -14,8 +14,6 @@ This module does not choose plans and does not run them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,9 +21,9 @@ from statewise.radix import RadixTree, Written
 from statewise.radix.need import first_token
 from statewise.radix.plan import Replay
 from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import CopyQueue
 from statewise.runtime.cache.sequence import Sequence
-from statewise.runtime.memory.block_pool import BlockPool
 
 Int32 = NDArray[np.int32]
 
@@ -37,14 +35,13 @@ class RecoveryExecutor:
         self,
         schema: CacheSchema,
         tree: RadixTree,
-        pools: tuple[BlockPool, ...],
-        make_room: Callable[[int, int], None],
+        blocks: Blocks,
         copies: CopyQueue,
     ) -> None:
         self.schema = schema
         self._tree = tree
-        self._pools = pools
-        self._make_room = make_room
+        self._blocks = blocks
+        self._pools = blocks.pools
         self._copies = copies
 
     def forget(self, sequence: Sequence) -> None:
@@ -76,6 +73,7 @@ class RecoveryExecutor:
                 stop = sequence.num_published
             sequence.live_from[g] = first
             blocks, _ = self._tree.pages(sequence.lease, g)
+            self._fill(sequence, g, 0, blocks[: min(sequence.sink_pages[g], first)])
             self._fill(sequence, g, first, blocks[first:stop])
 
     def _fill(self, sequence: Sequence, group: int, first: int, blocks: Int32) -> None:
@@ -96,11 +94,9 @@ class RecoveryExecutor:
             for g in range(self.schema.num_groups)
             if replay.write_groups >> g & 1 and g not in sequence.snapshot_groups
         }
+        taken = self._blocks.take({g: len(wanted) for g, wanted in missing.items()})
         for g, wanted in missing.items():
-            self._make_room(g, len(wanted))
-        for g, wanted in missing.items():
-            blocks = self._pools[g].allocate(len(wanted))
-            for p, block in zip(wanted, blocks.tolist(), strict=True):
+            for p, block in zip(wanted, taken[g].tolist(), strict=True):
                 self._replace(sequence, g, p, block)
 
     def _replace(self, sequence: Sequence, group: int, page: int, block: int) -> None:
@@ -120,9 +116,10 @@ class RecoveryExecutor:
             first = first_token(spec, position) // page
             keep_from, keep_to = replay.write_back[g]
             own = sequence.repaired.get(g, {})
-            gone = [p for p in own if p < first and not keep_from <= p < keep_to]
+            sinks = sequence.sink_pages[g]
+            gone = [p for p in own if sinks <= p < first and not keep_from <= p < keep_to]
             self._release(sequence, g, gone)
-            old = sequence.live_from[g]
+            old = max(sequence.live_from[g], sinks)
             if first > old:
                 borrowed = [p for p in range(old, first) if p not in own]
                 sequence.tables[g][borrowed] = -1
@@ -170,8 +167,7 @@ class RecoveryExecutor:
         outcome = self._tree.restore(sequence.lease, lo, hi, handed, written)
         for duplicates in outcome.duplicates:
             self._pools[duplicates.group].free(duplicates.own_blocks)
-        for pool, blocks in zip(self._pools, outcome.freed.blocks, strict=True):
-            pool.free(blocks)
+        self._blocks.take_back(outcome.freed)
 
     def _adopt(self, sequence: Sequence, *, windows: bool) -> None:
         """Page tables as the tree has them now, for a request at its resume position."""
@@ -186,6 +182,7 @@ class RecoveryExecutor:
             sequence.tables[g][: sequence.num_published] = -1
             sequence.live_from[g] = first
             sequence.context_starts[g] = 0
+            self._fill(sequence, g, 0, blocks[: min(sequence.sink_pages[g], first)])
             self._fill(sequence, g, first, blocks[first : sequence.num_published])
 
 

@@ -4,7 +4,7 @@
               |  tree's blocks, leased  |  own blocks  |
 
 A window group's entries below `live_from[g]` are -1: those blocks went back (to the tree or the
-pool) when the window moved on. Snapshot groups keep their working block at index 0.
+pool) when the window moved on. Pages of sink tokens, [0, sink_pages[g]), stay. Snapshot groups keep their working block at index 0.
 
 This module does not allocate or free: `PrefixCache` does.
 """
@@ -37,6 +37,10 @@ class Sequence:
         self.num_pages = 0  # pages with blocks
         self.num_published = 0  # pages whose blocks belong to the tree
         self.live_from: list[int] = [0] * len(sizes)  # first page that may hold a block
+        page = schema.page_size
+        self.sink_pages = tuple(
+            -(-g.sinks // page) if g.kind.is_window else 0 for g in schema.groups
+        )
         self.context_starts: list[int] = [0] * len(sizes)  # first position that may be read
         self.lease: Lease | None = None
         self.match: Match | None = None  # what it began from
@@ -48,10 +52,12 @@ class Sequence:
 
     def views(self) -> tuple[Int32, ...]:
         """Page tables up to the last page with a block."""
-        return tuple(
-            table if g in self.snapshot_groups else table[: self.num_pages]
-            for g, table in enumerate(self.tables)
-        )
+        return tuple(self.view(g) for g in range(len(self.tables)))
+
+    def view(self, group: int) -> Int32:
+        """One group's page table up to the last page with a block; its working block."""
+        table = self.tables[group]
+        return table if group in self.snapshot_groups else table[: self.num_pages]
 
     def owned(self, group: int) -> Int32:
         """Blocks of `group` that belong to this request alone."""

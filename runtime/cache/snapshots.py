@@ -13,17 +13,13 @@ This module does not decide where checkpoints are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-
 from statewise.radix import Match, RadixTree, TokenKey, Written
 from statewise.radix.need import needs_snapshot
 from statewise.radix.schema import CacheSchema
+from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import CopyQueue
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.errors import OutOfBlocksError
-from statewise.runtime.memory.block_pool import BlockPool
 
 
 class Snapshots:
@@ -33,14 +29,13 @@ class Snapshots:
         self,
         schema: CacheSchema,
         tree: RadixTree,
-        pools: tuple[BlockPool, ...],
-        make_room: Callable[[int, int], None],
+        blocks: Blocks,
         copies: CopyQueue,
     ) -> None:
         self._schema = schema
         self._tree = tree
-        self._pools = pools
-        self._make_room = make_room
+        self._blocks = blocks
+        self._pools = blocks.pools
         self._copies = copies
         self.groups = tuple(g for g, s in enumerate(schema.groups) if s.kind.is_snapshot)
         self.num_taken = 0
@@ -54,10 +49,11 @@ class Snapshots:
         At a position inside a page the partly filled blocks are copied as well. Raises
         `OutOfBlocksError`; what was taken by then belongs to the sequence.
         """
+        taken = self._blocks.take(dict.fromkeys(self.groups, 1))
         for g in self.groups:
-            self._make_room(g, 1)
-            sequence.working[g] = int(self._pools[g].allocate(1)[0])
-            sequence.tables[g][0] = sequence.working[g]
+            block = sequence.working[g] = int(taken[g][0])
+            sequence.tables[g][0] = block
+            sequence.generations[g][0] = self._pools[g].generations[block]
         if match is not None and position:
             self.restore(sequence, match, position)
             if position % self._schema.page_size:
@@ -76,10 +72,9 @@ class Snapshots:
         snapshot = match.terminal_at(position)
         assert snapshot is not None, "a position inside a page is resumed from its snapshot"
         paged = [g for g in range(self._schema.num_groups) if g not in self.groups]
+        taken = self._blocks.take(dict.fromkeys(paged, 1))
         for g in paged:
-            self._make_room(g, 1)
-        for g in paged:
-            block = int(self._pools[g].allocate(1)[0])
+            block = int(taken[g][0])
             sequence.tables[g][page] = block
             sequence.generations[g][page] = self._pools[g].generations[block]
             held = snapshot.block_of(g)
@@ -93,19 +88,22 @@ class Snapshots:
         """Take copies of the working blocks after the next step, which ends at `position`."""
         wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
         try:
-            for g in wanted:
-                self._make_room(g, 1)
+            taken = self._blocks.take(dict.fromkeys(wanted, 1))
         except OutOfBlocksError:
             self.num_skipped += 1
             return
         for g in wanted:
-            block = int(self._pools[g].allocate(1)[0])
+            block = int(taken[g][0])
             sequence.taken.append((position, g, block))
             self._copies.after(g, sequence.working[g], block)
 
     def commit(self, sequence: Sequence, key: TokenKey, written: Written) -> None:
-        """Hand the snapshots that were taken to the tree; their pages are published."""
+        """Hand the snapshots that were taken to the tree, where their pages are published."""
+        published = sequence.num_published * self._schema.page_size
         for position, g, block in sequence.taken:
+            if position > published:
+                self._blocks.free_one(g, block)
+                continue
             self._hand_over(sequence, key, (position, g, block), written)
             self.num_taken += 1
         sequence.taken.clear()
@@ -117,18 +115,17 @@ class Snapshots:
         assert sequence.lease is not None
         back = self._tree.add_snapshot(sequence.lease, key, position, g, block, written)
         if back is not None:
-            self._pools[g].free(np.array([back], dtype=np.int32))
+            self._blocks.free_one(g, back)
 
     def repaired(self, sequence: Sequence, key: TokenKey, position: int, written: Written) -> None:
         """Share the working state at `position`, which a replay made, with the tree."""
         wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
         try:
-            for g in wanted:
-                self._make_room(g, 1)
+            taken = self._blocks.take(dict.fromkeys(wanted, 1))
         except OutOfBlocksError:
             return
         for g in wanted:
-            block = int(self._pools[g].allocate(1)[0])
+            block = int(taken[g][0])
             self._copies.before(g, sequence.working[g], block)
             self._hand_over(sequence, key, (position, g, block), written)
 

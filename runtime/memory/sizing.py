@@ -63,9 +63,9 @@ def _ceil_div(value: int, unit: int) -> int:
 
 
 def window_blocks_per_request(group: StateGroupSpec, page_size: int) -> int:
-    """Blocks one request holds between steps: the pages of its window and the page it fills."""
+    """Blocks one request holds between steps: its window, its sinks, the page it fills."""
     reach = group.window if group.kind.value == "chunked" else group.window - 1
-    return _ceil_div(reach, page_size) + 2
+    return _ceil_div(reach, page_size) + 2 + _ceil_div(group.sinks, page_size)
 
 
 def _least_blocks(group: StateGroupSpec, page_size: int, running: int, chunk_tokens: int) -> int:

@@ -50,7 +50,7 @@ def pages_of(num_tokens: int, page_size: int) -> int:
 
 def live_window_pages(group: StateGroupSpec, chunk: int, page_size: int) -> int:
     """Most pages of a window group that one request holds at once while it computes."""
-    return pages_of(group.window + chunk, page_size) + 1
+    return pages_of(group.window + chunk, page_size) + 1 + pages_of(group.sinks, page_size)
 
 
 def group_need(group: StateGroupSpec, num_tokens: int, chunk: int, page_size: int) -> int:
@@ -70,7 +70,8 @@ def held(request: Request, group_index: int) -> int:
         return 0
     if group_index in sequence.snapshot_groups:
         return 1
-    return sequence.num_pages - sequence.live_from[group_index]
+    live_from = sequence.live_from[group_index]
+    return sequence.num_pages - live_from + min(sequence.sink_pages[group_index], live_from)
 
 
 class Admission:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from statewise.radix import StaleMatchError
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
 from statewise.runtime.cache.recovery import continues
@@ -287,7 +288,15 @@ class Scheduler:
             other.checkpoints.add(shared)  # keep the trailing state where this one will resume
             request.blocked_reason = f"prefix: {other.rid} is computing it"
             return 0
-        request.sequence = self.cache.begin(lookup, len(request.tokens))
+        try:
+            request.sequence = self.cache.begin(lookup, len(request.tokens))
+        except OutOfBlocksError as error:
+            request.blocked_reason = f"blocks: {error}"
+            return 0
+        except StaleMatchError:
+            request.lookup = None
+            request.blocked_reason = "cache: what it would have reused has just been evicted"
+            return 0
         request.replays = list(lookup.plan.replays)
         if request.replays:
             request.replay_at = request.replays[0].start
@@ -339,7 +348,10 @@ class Scheduler:
         if request.message.cache.checkpoint or self.cache.has_snapshots:
             last = request.prompt_len - (0 if request.message.cache.checkpoint else 1)
             request.checkpoints.add(last - last % page)
-        request.checkpoints = {c for c in request.checkpoints if c > request.num_computed}
+        unit = self.config.token_budget if self.config.deterministic else 1  # chunks stay whole
+        request.checkpoints = {
+            c for c in request.checkpoints if c > request.num_computed and c % unit == 0
+        }
 
     # ---------------------------------------------------------------- after a step
 

@@ -1,0 +1,70 @@
+"""Where blocks come from: free ones first, then whatever the tree can do without.
+
+`take` gives all groups what they need or none anything, however an allocation may fail: a half
+reserved page would belong to nobody.
+
+This module does not know what a block is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix import Freed, RadixTree
+from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.memory.block_pool import BlockPool
+
+Int32 = NDArray[np.int32]
+
+
+class Blocks:
+    """The device pools, with the tree as their reserve."""
+
+    def __init__(self, tree: RadixTree, pools: tuple[BlockPool, ...]) -> None:
+        self.pools = pools
+        self._tree = tree
+        self.evicted = [0] * len(pools)  # blocks per group, since the start
+
+    def available(self) -> tuple[int, ...]:
+        """Free plus evictable blocks per group."""
+        return tuple(p.num_free + self._tree.evictable(g) for g, p in enumerate(self.pools))
+
+    def take(self, wanted: Mapping[int, int]) -> dict[int, Int32]:
+        """Allocate `wanted[group]` blocks of every group named, evicting where needed.
+
+        Raises `OutOfBlocksError`, naming the short group, and then nothing was taken.
+        """
+        for group, count in wanted.items():
+            self._make_room(group, count)
+        taken: dict[int, Int32] = {}
+        try:
+            for group, count in wanted.items():
+                taken[group] = self.pools[group].allocate(count)
+        except OutOfBlocksError:
+            for group, blocks in taken.items():
+                self.pools[group].free(blocks)
+            raise
+        return taken
+
+    def _make_room(self, group: int, count: int) -> None:
+        pool = self.pools[group]
+        if pool.num_free >= count:
+            return
+        freed = self._tree.evict(group, count - pool.num_free)
+        self.take_back(freed)
+        for g in range(len(self.pools)):
+            self.evicted[g] += freed.num(g)
+        if pool.num_free < count:
+            raise OutOfBlocksError(pool.group, count, pool.num_free)
+
+    def take_back(self, freed: Freed) -> None:
+        """Free what the tree has let go."""
+        for pool, blocks in zip(self.pools, freed.blocks, strict=True):
+            pool.free(blocks)
+
+    def free_one(self, group: int, block: int) -> None:
+        """Free one block."""
+        self.pools[group].free(np.array([block], dtype=np.int32))
