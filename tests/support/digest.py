@@ -1,177 +1,180 @@
-"""The digest model: a fake worker whose state is integer digests, exact and order-sensitive.
+"""The digest model: what a simulated model computes, exact and order-sensitive, in integers.
 
-A stack of layers, each owned by one state group, computes over uint64 (wrapping):
+A stack of layers, each reading the state groups that own it (or share their owner's state), works
+over 64-bit words with wrap-around:
 
-    entry[l, t]   = mix(hidden[l, t], t, l)                 written to the group's block
-    readout[l, t] = sum of entry[l, i] * odd(i) over what the group may see at t
-    hidden[l+1]   = mix(hidden[l], readout[l], l)
-    next token    = mix(hidden[L]) % vocab
+    hidden[0, t]     = mix(token, t, owner)            owner: weights epoch and cache salt
+    hidden[l+1, t]   = mix(hidden[l, t], readout of each group of layer l, l)
+    next token       = mix(hidden[L, t]) % vocab
 
-FULL sees 0..t, WINDOW sees t-W+1..t. The dependency structure is that of a transformer: a missing,
-stale, misplaced, half-written or foreign block changes the output at once, and a window layer is
-exact only W-1 tokens after its inputs are. Integer sums make every chunking bit-equal.
+    group            state                                                  readout at t
+    FULL             e[t] = mix(hidden, t, key)                             sum of e[i] * odd(i), i <= t
+    WINDOW, CHUNKED  the same                                               ... i in the window, sinks
+    TAIL(m, o)       raw[t] = mix(hidden, t, key), of the open window       nothing
+    COMPRESSED(m)    c[j] = mix(sum of raw[i] * odd(i), i < m(j+1),         sum of c[j] * odd(j) over the
+                     i >= mj - o; key)                                      complete ones that are routed
+    INDEX(m)         x[j] = mix(the same sum, key)                          routes: bit (hidden & 1) of x[j]
+    RECURRENT        s = s * STEP + mix(hidden, t, key)                     mix(s)
 
-`cold_output` runs the same arithmetic without any cache: the oracle.
+The dependency structure is that of the real models: a missing, stale, misplaced, half-written or
+foreign block changes the output at once, and a window layer is exact only W-1 tokens after its
+inputs are. Wrapping sums make every chunking bit-equal.
+
+This module holds the words' arithmetic; `digest_cold` runs it token by token without any cache,
+`digest_worker` runs it over block pools.
 """
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
-from statewise.runtime.scheduler.batch import (
-    BatchRow,
-    RowResult,
-    ScheduledBatch,
-    StepResult,
-)
+from statewise.radix.schema import CacheSchema, GroupKind
 
 U64 = NDArray[np.uint64]
 Int32 = NDArray[np.int32]
-POISON = np.uint64(0xDEADBEEFDEADBEEF)
+Int64 = NDArray[np.int64]
+
+MASK = (1 << 64) - 1
+POISON = 0xDEADBEEFDEADBEEF
+STEP = 0x9FB21C651E98DF25  # odd: multiplying can be undone
+STEP_INVERSE = pow(STEP, -1, 1 << 64)
+WEIGHTS = (
+    0xBF58476D1CE4E5B9,
+    0x94D049BB133111EB,
+    0xD6E8FEB86659FD93,
+    0xA0761D6478BD642F,
+    0xE7037ED1A0B428DB,
+    0x8EBC6AF09C88C6E3,
+)
+FINAL = 0xFF51AFD7ED558CCD
+SEED = 0x9E3779B97F4A7C15
+_W = [np.uint64(w) for w in WEIGHTS]
+_FINAL, _SEED = np.uint64(FINAL), np.uint64(SEED)
+_32, _29 = np.uint64(32), np.uint64(29)
+MAX_TOKENS = 4096
 
 
-def mix(*parts: U64 | np.uint64 | int) -> U64:
-    """A 64-bit avalanche of all parts, elementwise."""
-    with np.errstate(over="ignore"):
-        h = np.uint64(0x9E3779B97F4A7C15)
-        out: U64 = np.asarray(h)
-        for part in parts:
-            x = np.asarray(part).astype(np.uint64)
-            out = (out ^ x) * np.uint64(0xBF58476D1CE4E5B9)
-            out = (out ^ (out >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-            out = out ^ (out >> np.uint64(32))
-        return out
+def mix_int(*parts: int) -> int:
+    """A 64-bit word that depends on every part and its place."""
+    x = SEED
+    for part, weight in zip(parts, WEIGHTS, strict=False):
+        x += (part & MASK) * weight
+    x &= MASK
+    x = ((x ^ (x >> 32)) * FINAL) & MASK
+    x = ((x ^ (x >> 29)) * WEIGHTS[0]) & MASK
+    return x ^ (x >> 32)
 
 
-def odd(positions: NDArray[np.int64]) -> U64:
+def mix(first: U64, *parts: U64 | int) -> U64:
+    """`mix_int`, elementwise."""
+    x = first * _W[0]
+    constant = SEED
+    for part, weight in zip(parts, _W[1:], strict=False):
+        if isinstance(part, int):
+            constant += (part & MASK) * int(weight)
+        else:
+            x = x + part * weight
+    x = x + np.uint64(constant & MASK)
+    x ^= x >> _32
+    x *= _FINAL
+    x ^= x >> _29
+    x *= _W[0]
+    x ^= x >> _32
+    return x
+
+
+def odd_int(position: int) -> int:
     """An odd multiplier per position: a sum of entries depends on where each stands."""
-    return mix(positions, 77) | np.uint64(1)
+    return mix_int(position, 77) | 1
 
 
-def layer_groups(schema: CacheSchema) -> list[int]:
-    """Group index of each layer."""
-    owner = [-1] * schema.num_layers
-    for g, group in enumerate(schema.groups):
-        for layer in group.layers:
-            owner[layer] = g
-    return owner
+POSITIONS: U64 = np.arange(MAX_TOKENS, dtype=np.uint64)
+ODD: U64 = mix(POSITIONS, 77) | np.uint64(1)
 
 
-def readout(group: StateGroupSpec, entries: U64, first: int, start: int, end: int) -> U64:
-    """Readouts of positions start..end-1 over `entries` of positions first..end-1."""
-    with np.errstate(over="ignore"):
-        total = np.cumsum(entries * odd(np.arange(first, end)), dtype=np.uint64)
-        here = total[start - first :]
-        if group.kind is GroupKind.FULL:
-            return here
-        before = np.arange(start, end) - group.window - first
-        return here - np.where(before >= 0, total[np.maximum(before, 0)], np.uint64(0))
-
-
-def first_readable(group: StateGroupSpec, start: int) -> int:
-    """First position that a token at `start` reads in this group."""
-    return 0 if group.kind is GroupKind.FULL else max(0, start - group.window + 1)
-
-
-def next_token(hidden: np.uint64, vocab: int) -> int:
-    """Greedy choice from the last hidden digest."""
-    return int(mix(hidden, 5) % np.uint64(vocab))
-
-
-def cold_hidden(schema: CacheSchema, tokens: Int32) -> U64:
-    """Final digests of every position, computed without a cache."""
-    positions = np.arange(len(tokens))
-    hidden = mix(np.asarray(tokens, dtype=np.int64), positions)
-    for layer, g in enumerate(layer_groups(schema)):
-        entries = mix(hidden, positions, layer)
-        hidden = mix(hidden, readout(schema.groups[g], entries, 0, 0, len(tokens)), layer)
-    return hidden
-
-
-def cold_output(
-    schema: CacheSchema, prompt: Int32, max_new: int, vocab: int, eos: frozenset[int] = frozenset()
-) -> list[int]:
-    """Tokens that a run without any cache generates."""
-    tokens = [int(t) for t in prompt]
-    out: list[int] = []
-    while len(out) < max_new:
-        token = next_token(cold_hidden(schema, np.array(tokens, dtype=np.int32))[-1], vocab)
-        out.append(token)
-        tokens.append(token)
-        if token in eos:
-            break
+def _powers(base: int) -> U64:
+    out, power = np.empty(MAX_TOKENS + 1, dtype=np.uint64), 1
+    for i in range(MAX_TOKENS + 1):
+        out[i] = power
+        power = power * base & MASK
     return out
 
 
-class DigestWorker:
-    """Implements the worker protocol over pools of digests."""
+STEPS, INVERSE_STEPS = _powers(STEP), _powers(STEP_INVERSE)
 
-    def __init__(self, schema: CacheSchema, num_blocks: tuple[int, ...], vocab: int) -> None:
-        self.schema = schema
-        self.vocab = vocab
-        self.owner = layer_groups(schema)
-        page = schema.page_size
-        self.pools: dict[int, U64] = {
-            layer: np.full((num_blocks[g], page), POISON) for layer, g in enumerate(self.owner)
-        }
-        self.tokens_computed = 0
-        self.released: list[str] = []
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run every row; rows of one step see each other's writes only after it."""
-        for copy in batch.copies_before:
-            self._copy(copy.group, copy.src, copy.dst)
-        rows = tuple(self._run(row) for row in batch.rows)
-        for copy in batch.copies_after:
-            self._copy(copy.group, copy.src, copy.dst)
-        return StepResult(batch.step_id, rows)
+def key_of(group: int, layer: int) -> int:
+    """What tells one layer's state of one group from all others."""
+    return 1000 + 64 * layer + group
 
-    def _copy(self, group: int, src: int, dst: int) -> None:
-        for layer in self.schema.groups[group].layers:
-            self.pools[layer][dst] = self.pools[layer][src]
 
-    def _run(self, row: BatchRow) -> RowResult:
-        self.tokens_computed += len(row.tokens)
-        positions = np.arange(row.start, row.end)
-        hidden = mix(np.asarray(row.tokens, dtype=np.int64), positions)
-        for layer in range(row.num_layers):
-            g = self.owner[layer]
-            table = row.page_tables[g]
-            if row.write_groups >> g & 1:
-                self._write(layer, table, positions, mix(hidden, positions, layer))
-            spec = self.schema.groups[g]
-            first = max(first_readable(spec, row.start), row.context_starts[g])
-            entries = self._read(layer, table, first, row.end)
-            hidden = mix(hidden, readout(spec, entries, first, row.start, row.end), layer)
-        if row.sample is None:
-            return RowResult(row.request_id)
-        return RowResult(row.request_id, next_token(hidden[-1], self.vocab))
+def owner_of(salt: str, epoch: int) -> int:
+    """Whose state it is: no two salts or weights compute the same digests."""
+    return zlib.crc32(salt.encode()) * 65536 + epoch
 
-    def _slots(self, table: Int32, positions: NDArray[np.int64]) -> tuple[Int32, NDArray[np.int64]]:
-        page = self.schema.page_size
-        blocks = table[positions // page]
-        assert (blocks >= 0).all(), "a row touched a page without a block"
-        return blocks, positions % page
 
-    def _write(self, layer: int, table: Int32, positions: NDArray[np.int64], values: U64) -> None:
-        blocks, slots = self._slots(table, positions)
-        self.pools[layer][blocks, slots] = values
+def next_token(hidden: int, vocab: int) -> int:
+    """Greedy choice from the last hidden digest."""
+    return mix_int(hidden, 5) % vocab
 
-    def _read(self, layer: int, table: Int32, first: int, end: int) -> U64:
-        blocks, slots = self._slots(table, np.arange(first, end))
-        return self.pools[layer][blocks, slots]
 
-    def checksums(self, group: int, blocks: Int32) -> U64:
-        """Digest per block and layer."""
-        layers = self.schema.groups[group].layers
-        with np.errstate(over="ignore"):
-            return np.stack(
-                [self.pools[la][blocks].sum(axis=1, dtype=np.uint64) for la in layers], axis=1
-            )
+@dataclass(frozen=True)
+class Compressor:
+    """Groups that make and route compressed entries of one layer; -1: none."""
 
-    def release(self, request_id: str) -> None:
-        """Count releases: each request exactly once."""
-        assert request_id not in self.released
-        self.released.append(request_id)
+    entries: int
+    index: int
+    tail: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer does, in order: groups are indices, paired with the layer whose state it is."""
+
+    paged: tuple[tuple[int, int, bool], ...]  # (group, owning layer, is the owner)
+    compressors: tuple[Compressor, ...]
+    recurrent: tuple[int, ...]
+
+    @property
+    def groups(self) -> set[int]:
+        """Every group that the layer reads or writes."""
+        made = {g for c in self.compressors for g in (c.entries, c.index, c.tail) if g >= 0}
+        return made | {g for g, _, _ in self.paged} | set(self.recurrent)
+
+
+@lru_cache(maxsize=64)
+def layer_plans(schema: CacheSchema) -> tuple[LayerPlan, ...]:
+    """One plan per layer."""
+    plans = []
+    for layer in range(schema.num_layers):
+        paged, compressors, recurrent = [], [], []
+        for g, spec in enumerate(schema.groups):
+            mine = layer in spec.layers
+            if spec.kind is GroupKind.RECURRENT and mine:
+                recurrent.append(g)
+            elif spec.kind is GroupKind.COMPRESSED and mine:
+                compressors.append(_compressor(schema, g, layer))
+            elif spec.kind is GroupKind.FULL or spec.kind.is_window:
+                owner = layer if mine else dict(spec.shared_layers).get(layer, -1)
+                if owner >= 0:
+                    paged.append((g, owner, mine))
+        plans.append(LayerPlan(tuple(paged), tuple(compressors), tuple(recurrent)))
+    return tuple(plans)
+
+
+def _compressor(schema: CacheSchema, entries: int, layer: int) -> Compressor:
+    index, tail = -1, -1
+    for g, spec in enumerate(schema.groups):
+        if layer not in spec.layers or spec.ratio != schema.groups[entries].ratio:
+            continue
+        if spec.kind is GroupKind.INDEX and spec.depends_on == schema.groups[entries].name:
+            index = g
+        elif spec.kind is GroupKind.TAIL:
+            tail = g
+    assert tail >= 0, "a compressor keeps its open window in a tail"
+    return Compressor(entries, index, tail)

@@ -1,0 +1,102 @@
+"""What a seed decides before anything runs: model, sizes, policies, and which operations exist.
+
+Swarm testing: each kind of operation and fault is absent in half of the seeds, so that what one
+of them would hide shows in the others.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from statewise.radix.schema import CacheSchema
+from support.sim_schema import make_schema
+
+# Every model shape; what follows the colon is how often, relative to the others.
+SHAPES = (
+    "FF", "FWF", "WFW", "WW", "FWV", "WWWF", "FWfw", "SFS", "KFK", "FK",
+    "C", "WCH", "CC", "HFC", "WHC", "FRR", "RF", "RWF", "CR", "FS",
+)  # fmt: skip
+
+OPERATIONS = (
+    "abort",
+    "flush",
+    "stop_matched",
+    "salts",
+    "bad_requests",
+    "long_outputs",
+    "marks",
+    "priorities",
+    "bursts",
+    "clock_jumps",
+    "evict_at_seams",
+    "drop_at_seams",
+    "failing_allocations",
+    "worker_death",
+    "weight_updates",
+    "poison_free",
+    "bit_flips",
+    "questions",
+)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """One seed's world."""
+
+    schema: CacheSchema
+    num_blocks: tuple[int, ...]
+    settings: dict[str, object]  # of the server
+    operations: frozenset[str]
+    num_requests: int
+    audit_every: int  # steps
+    hopeful: bool  # admit without reserving output: preemption
+
+
+def draw_knobs(rng: random.Random) -> Knobs:
+    """Choose everything from `rng`."""
+    page = rng.choice([4, 8]) if rng.random() < 0.7 else rng.choice([1, 2, 16])
+    shape = rng.choice(SHAPES)
+    ratios = [r for r in (1, 2, 4, 8) if page % r == 0]
+    schema = make_schema(
+        shape,
+        page,
+        rng.choice([1, 3, 4, 7, 12, 20]),
+        ratio=rng.choice(ratios),
+        long_ratio=rng.choice(ratios),
+        sinks=rng.choice([1, 2, 5]),
+    )
+    operations = frozenset(name for name in OPERATIONS if rng.random() < 0.5)
+    settings: dict[str, object] = {
+        "model_path": "digest",
+        "page_size": page,
+        "chunked_prefill_size": rng.choice([page, 2 * page, 16, 64]),
+        "max_running_requests": rng.choice([1, 3, 8]),
+        "schedule_policy": rng.choice(["lpm", "fcfs"]),
+        "max_wait_s": rng.choice([0.05, 1.0]),
+        "checkpoint_interval": rng.choice([1, 8, 16, 64]),
+        "disable_radix_cache": rng.random() < 0.05,
+        "deterministic": rng.random() < 0.15,
+        "watermark": rng.choice([0.0, 0.02, 0.2]),
+    }
+    return Knobs(
+        schema=schema,
+        num_blocks=_draw_pools(rng, schema),
+        settings=settings,
+        operations=operations,
+        num_requests=rng.randrange(4, 12),
+        audit_every=rng.choice([1, 5, 20]),
+        hopeful=rng.random() < 0.4,
+    )
+
+
+def _draw_pools(rng: random.Random, schema: CacheSchema) -> tuple[int, ...]:
+    """Blocks per group: from barely enough for one request to plenty."""
+    pages = -(-120 // schema.page_size) + 2
+    out = []
+    for spec in schema.groups:
+        if spec.kind.is_snapshot:
+            out.append(rng.choice([2, 4, 12, 40]))
+        else:
+            out.append(pages * rng.choice([1, 1, 2, 4]) + rng.randrange(8))
+    return tuple(out)

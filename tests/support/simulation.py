@@ -1,0 +1,400 @@
+"""One seed, one run: the real control plane in a simulated world, and the laws it must keep.
+
+    seed -> knobs -> arrivals, operations and faults between steps and at every seam
+         -> EngineCore, Scheduler, PrefixCache, RadixTree, planner, executor: all real
+         -> deltas -> laws
+
+    exactness      every token is the one that a run with no cache computes
+    one end        every request gets exactly one terminal event, and nothing after it
+    conservation   every block is in exactly one place, recounted from first principles
+    quiescence     when all have ended, a flush returns every pool to its initial count
+    progress       whatever was admitted ends within a bounded number of steps
+    determinism    the same seed writes the same journal (checked by whoever runs a seed twice)
+
+A broken law raises `ViolationError`, which names seed, law and the last events.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from statewise.runtime.config import ServerArgs
+from statewise.runtime.engine.core import EngineCore, EngineLimits
+from statewise.runtime.messages import (
+    CacheOptions,
+    CacheReport,
+    FinishReason,
+    TokenDelta,
+    TokenizedRequest,
+    pack_ids,
+)
+from statewise.runtime.sampling_params import SamplingParams
+from statewise.runtime.scheduler.admission import OutputReserve
+from support.digest import next_token, owner_of
+from support.digest_cold import ColdRun
+from support.sim_faults import Faults
+from support.sim_knobs import Knobs, draw_knobs
+from support.sim_world import Journal, SimClock, SimWorker, WorkerDiedError
+
+VOCAB = 97
+EOS = 0
+MAX_CONTEXT = 4096
+MAX_STEPS = 4000
+
+
+class ViolationError(AssertionError):
+    """A law was broken."""
+
+
+class NoReserve(OutputReserve):
+    """Reserves nothing for output, whatever happens."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def preempted(self) -> None:
+        """Stay hopeful."""
+
+    def step(self) -> None:
+        """Stay hopeful."""
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    rid: str
+    prompt: list[int]
+    max_new: int
+    salt: str
+    expects_error: str = ""  # code of the terminal error, for requests that can never run
+    may_end: frozenset[str] = frozenset({"stop", "length"})
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    report: CacheReport | None = None
+    cold: ColdRun | None = None
+    cold_last: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one seed did."""
+
+    seed: int
+    journal: str
+    num_events: int
+    num_steps: int
+    num_requests: int
+    num_restarts: int
+    matched_tokens: int
+    reused_tokens: int
+    repaired_tokens: int
+    preemptions: int
+    faults: dict[str, int]
+    levels: dict[str, int]
+
+
+class Simulation:
+    """Runs one seed."""
+
+    def __init__(self, seed: int, knobs: Knobs | None = None) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.knobs = knobs if knobs is not None else draw_knobs(self.rng)
+        self.schema = self.knobs.schema
+        self.clock = SimClock()
+        self.journal = Journal()
+        self.clients: dict[str, Client] = {}
+        self.epoch = 0
+        self.num_steps = 0
+        self.num_restarts = 0
+        self.preemptions = 0
+        self.history: list[list[int]] = [
+            [self.rng.randrange(1, VOCAB) for _ in range(self.rng.randrange(1, 70))]
+            for _ in range(3)
+        ]
+        self.start()
+
+    # ---------------------------------------------------------------- the engine
+
+    def start(self) -> None:
+        """Start an engine with empty device memory."""
+        knobs = self.knobs
+        self.worker = SimWorker(
+            self.schema, knobs.num_blocks, VOCAB, self.owner_of_request, self.clock
+        )
+        self.core = EngineCore(
+            ServerArgs(**knobs.settings),  # type: ignore[arg-type]
+            self.schema,
+            self.worker,
+            knobs.num_blocks,
+            EngineLimits(vocab_size=VOCAB, max_context_len=MAX_CONTEXT, eos_token_ids=(EOS,)),
+            clock=self.clock,
+        )
+        if knobs.hopeful:
+            self.core.scheduler.admission.reserve = NoReserve()
+        self.faults = Faults(self)
+        self.worker.before_step = self.journal.batch
+
+    def owner_of_request(self, rid: str) -> int:
+        """Whose state a request computes."""
+        return owner_of(self.clients[rid].salt, self.epoch)
+
+    def run(self) -> Result:
+        """Everything, to quiescence."""
+        try:
+            return self._run()
+        except ViolationError:
+            raise
+        except Exception as error:
+            raise ViolationError(self._story(f"{type(error).__name__}: {error}")) from error
+
+    def _run(self) -> Result:
+        for i in range(self.knobs.num_requests):
+            self._arrive(f"r{i}")
+            steps = self.rng.randrange(0, 10)
+            if "bursts" in self.knobs.operations and self.rng.random() < 0.5:
+                steps = 0
+            for _ in range(steps):
+                self.step()
+                self._between_steps()
+        self.faults.calm()
+        for _ in range(MAX_STEPS):
+            if not self.core.has_work():
+                break
+            self.step()
+        else:
+            raise ViolationError(self._story(f"progress: still open: {self.core.stats()}"))
+        self._check_ends()
+        self._check_quiescence()
+        return self._result()
+
+    # ---------------------------------------------------------------- steps
+
+    def step(self) -> None:
+        """One step of the engine, its deltas checked."""
+        self.num_steps += 1
+        self.clock.pass_time(0.001)
+        if self.num_steps % self.knobs.audit_every == 0:
+            self.core.audit()
+        try:
+            deltas = self.core.step()
+        except WorkerDiedError:
+            self._restart()
+            return
+        for delta in deltas:
+            self._receive(delta)
+
+    def _restart(self) -> None:
+        """What a supervisor does: end what was open, start with an empty device cache."""
+        self.journal.add("restart")
+        self.num_restarts += 1
+        self.preemptions += self.core.scheduler.num_preemptions
+        for client in self.clients.values():
+            if client.finish is None:
+                self._end(client, FinishReason("error", code="worker_died", http_status=503))
+        self.start()
+
+    def _receive(self, delta: TokenDelta) -> None:
+        client = self.clients[delta.rid]
+        finish = delta.finish
+        self.journal.add("delta", delta.rid, delta.token_ids, finish and (finish.kind, finish.code))
+        self.require(client.finish is None, f"one end: {delta.rid} got a delta after its end")
+        for token in delta.token_ids:
+            expected = self._expected(client)
+            self.require(
+                token == expected,
+                f"exactness: {delta.rid} token {len(client.tokens)} is {token}, cold {expected}; "
+                f"report {delta.report or client.report}",
+            )
+            client.tokens.append(token)
+            assert client.cold is not None
+            client.cold_last = client.cold.feed(token)
+        if delta.report is not None:
+            client.report = delta.report
+        if finish is not None:
+            self._end(client, finish)
+
+    def _end(self, client: Client, finish: FinishReason) -> None:
+        self.require(client.finish is None, f"one end: {client.rid} ended twice")
+        client.finish = finish
+
+    def _expected(self, client: Client) -> int:
+        """The next token of a cold run under the weights of this step."""
+        owner = owner_of(client.salt, self.epoch)
+        if client.cold is None or client.cold.owner != owner:
+            client.cold = ColdRun(self.schema, owner)
+            for token in (*client.prompt, *client.tokens):
+                client.cold_last = client.cold.feed(token)
+        return next_token(client.cold_last, VOCAB)
+
+    # ---------------------------------------------------------------- arrivals
+
+    def _arrive(self, rid: str) -> None:
+        rng, operations = self.rng, self.knobs.operations
+        stem = rng.choice(self.history)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)]
+        prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 20]))]
+        grows = "long_outputs" in operations and rng.random() < 0.5
+        prompt = prompt[: 30 if grows else 90]
+        max_new = rng.choice([30, 50, 70]) if grows else rng.choice([0, 1, 5, 20])
+        salt = rng.choice(["", "", "other"]) if "salts" in operations else ""
+        client = Client(rid, prompt, max_new, salt)
+        if "bad_requests" in operations and rng.random() < 0.1:
+            self._spoil(client)
+        self.clients[rid] = client
+        priority = rng.randrange(3) if "priorities" in operations else 0
+        marked = "marks" in operations and rng.random() < 0.3
+        self.journal.add("add", rid, client.prompt, max_new, salt, priority, marked)
+        self.core.add_request(
+            TokenizedRequest(
+                rid,
+                pack_ids(client.prompt),
+                SamplingParams(max_new_tokens=max_new, temperature=0.0),
+                cache=CacheOptions(salt=salt, checkpoint=marked),
+                priority=priority,
+            )
+        )
+        if not client.expects_error:
+            self.history.append(prompt)
+
+    def _spoil(self, client: Client) -> None:
+        """Make it a request that can never run (F25: it is answered all the same)."""
+        kind = self.rng.choice(["empty", "vocabulary", "long"])
+        client.expects_error = "invalid_request"
+        if kind == "empty":
+            client.prompt = []
+        elif kind == "vocabulary":
+            client.prompt = [*client.prompt, VOCAB]
+        else:
+            client.prompt = [1] * (MAX_CONTEXT + 1)
+            client.expects_error = "prompt_too_long"
+
+    # ---------------------------------------------------------------- between steps
+
+    def _between_steps(self) -> None:
+        rng, operations = self.rng, self.knobs.operations
+        open_clients = [c for c in self.clients.values() if c.finish is None]
+        for name, chance in (
+            ("abort", 0.03), ("flush", 0.01), ("stop_matched", 0.02), ("clock_jumps", 0.03),
+            ("worker_death", 0.005), ("weight_updates", 0.01), ("questions", 0.05),
+        ):  # fmt: skip
+            if name in operations and rng.random() < chance:
+                getattr(self, f"_{name}")(rng.choice(open_clients) if open_clients else None)
+        self.faults.between_steps()
+        self.history += [
+            c.prompt + c.tokens
+            for c in self.clients.values()
+            if c.finish is not None and c.tokens and rng.random() < 0.02
+        ]
+
+    def _abort(self, client: Client | None) -> None:
+        if client is not None:
+            self.journal.add("abort", client.rid)
+            client.may_end = frozenset({"abort"})
+            self.core.abort(client.rid)
+
+    def _stop_matched(self, client: Client | None) -> None:
+        """The detokenizer found a stop string in what it has received."""
+        if client is not None and client.tokens:
+            kept = self.rng.randrange(1, len(client.tokens) + 1)
+            self.journal.add("stop", client.rid, kept)
+            self.core.stop_matched(client.rid, "stop", kept)
+
+    def _flush(self, client: Client | None) -> None:
+        self.journal.add("flush")
+        self.core.flush()
+
+    def _clock_jumps(self, client: Client | None) -> None:
+        seconds = self.rng.choice([0.5, 60.0, 1e6])
+        self.journal.add("clock", seconds)
+        self.clock.pass_time(seconds)
+        self.clock.wall_offset -= self.rng.choice([0.0, 2 * seconds])
+
+    def _worker_death(self, client: Client | None) -> None:
+        self.worker.dies_at_step = 0
+
+    def _weight_updates(self, client: Client | None) -> None:
+        update = getattr(self.core, "update_weights", None)
+        if update is not None:
+            self.journal.add("weights", self.epoch + 1)
+            self.epoch += 1
+            update()
+
+    def _questions(self, client: Client | None) -> None:
+        """Ask what changes nothing."""
+        prompt = self.rng.choice(self.history)
+        options = CacheOptions(salt=self.rng.choice(["", "other"]))
+        self.core.match(np.array(prompt, dtype=np.int32), options)
+        self.core.stats()
+        self.core.cache_dump()
+
+    # ---------------------------------------------------------------- laws
+
+    def require(self, holds: bool, law: str) -> None:
+        """Raise unless the law holds."""
+        if not holds:
+            raise ViolationError(self._story(law))
+
+    def _story(self, law: str) -> str:
+        events = "\n  ".join(repr(event) for event in self.journal.tail[-30:])
+        shape = self.schema.model_fingerprint
+        operations = ", ".join(sorted(self.knobs.operations))
+        return f"seed {self.seed} ({shape}; {operations}): {law}\n  {events}"
+
+    def _check_ends(self) -> None:
+        for client in self.clients.values():
+            finish = client.finish
+            self.require(finish is not None, f"one end: {client.rid} never ended")
+            assert finish is not None
+            if finish.code == "worker_died":
+                continue
+            if client.expects_error:
+                self.require(
+                    (finish.kind, finish.code) == ("error", client.expects_error),
+                    f"one end: {client.rid} was refused with {finish}",
+                )
+                continue
+            self.require(finish.kind in client.may_end, f"one end: {client.rid} with {finish}")
+            if finish.kind == "length":
+                wanted = min(client.max_new, self.core.max_sequence_len - len(client.prompt))
+                self.require(len(client.tokens) == wanted, f"one end: {client.rid} is too short")
+
+    def _check_quiescence(self) -> None:
+        self.core.audit()
+        self.core.flush()
+        self.core.audit()
+        for pool in self.core.cache.pools:
+            self.require(
+                pool.num_free == pool.num_blocks,
+                f"quiescence: group {pool.group} has {pool.num_free} of {pool.num_blocks} free",
+            )
+        self.require(not self.core.scheduler.running, "quiescence: something still runs")
+
+    def _result(self) -> Result:
+        reports = [c.report for c in self.clients.values() if c.report is not None]
+        levels: dict[str, int] = {}
+        for report in reports:
+            levels[report.level] = levels.get(report.level, 0) + 1
+        return Result(
+            seed=self.seed,
+            journal=self.journal.digest,
+            num_events=self.journal.num_events,
+            num_steps=self.num_steps,
+            num_requests=len(self.clients),
+            num_restarts=self.num_restarts,
+            matched_tokens=sum(r.matched for r in reports),
+            reused_tokens=sum(r.reused for r in reports),
+            repaired_tokens=sum(r.repaired for r in reports),
+            preemptions=self.preemptions + self.core.scheduler.num_preemptions,
+            faults=dict(sorted(self.faults.counts.items())),
+            levels=levels,
+        )
+
+
+def run_seed(seed: int) -> Result:
+    """Run one seed; raises `ViolationError`."""
+    return Simulation(seed).run()
