@@ -1,6 +1,6 @@
 """The worker: one step's rows through the model, over the device pools.
 
-    copies before -> passes -> copies after -> StepResult
+    guard checked -> copies before -> passes -> copies after -> StepResult
 
     a pass: rows of one depth, packed -> forward -> logits where needed -> tokens, logprobs
 
@@ -43,6 +43,7 @@ from statewise.runtime.worker.grammar import GrammarCache, GrammarStates
 from statewise.runtime.worker.logprobs import token_logprobs
 from statewise.runtime.worker.packing import PackedRows, pack_rows
 from statewise.runtime.worker.sampler import Sampled, sample
+from statewise.runtime.worker.topology_guard import TopologyGuard, pool_tensors
 
 LOGIT_ROWS = 64  # positions whose logits exist at once: bounds N * V floats
 NOT_FINITE = "the model's logits are not finite"
@@ -62,12 +63,17 @@ class ModelRunner:
         self.store = store
         self.backend = backend
         self._router = LayerRouter(store)
+        self._guard = TopologyGuard.capture(pool_tensors(store))
         self._grammars = grammars
         self._grammar_states = GrammarStates(grammars) if grammars is not None else None
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step; returns when all its writes are complete."""
+        """Run one step; returns when all its writes are complete.
+
+        Raises `TopologyChangedError` where the pools are not those the router was made for.
+        """
+        self._guard.check(pool_tensors(self.store))
         self._copy(batch.copies_before)
         results: dict[int, RowResult] = {}
         for indices in _passes(batch):
@@ -75,6 +81,11 @@ class ModelRunner:
             results.update(zip(indices, self._run(rows), strict=True))
         self._copy(batch.copies_after)
         return StepResult(batch.step_id, tuple(results[i] for i in range(len(batch.rows))))
+
+    def recapture(self) -> None:
+        """Make the fixed parts anew over the pools as they are now (after they were moved)."""
+        self._router = LayerRouter(self.store)
+        self._guard = TopologyGuard.capture(pool_tensors(self.store))
 
     def checksums(self, group: int, blocks: Int32) -> NDArray[np.uint64]:
         """[num_blocks, num_layers_of_group] digests of the blocks' bytes (audit)."""
