@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from statewise.runtime.response import ResponseBuilder
 
 _MAX_ID = 1 << 31
+_LINGER_MS = 200
+# A connection that fails in its handshake is given up for good: a send would wait for ever.
+_REFUSED = "the server refused the connection: it wants other keys"
 _ABORTED = "the client stopped reading"
 
 
@@ -215,8 +219,10 @@ class RpcClient:
         """`timeout_s`: silence after which the server counts as lost; None waits for ever."""
         self._session = Session()
         self._timeout_s = timeout_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        if timeout_s is not None:
+            self._socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
         _connect(self._socket, endpoint, keys)
 
     def generate(
@@ -245,9 +251,9 @@ class RpcClient:
         Leaving the iterator early aborts the request. Raises as `generate` does.
         """
         rid, frame = self._session.generate(prompt, sampling_params or {}, options)
-        self._socket.send(frame)
         is_last = False
         try:
+            self._send(frame)
             while not is_last:
                 taken = self._session.take_answer(rid)
                 if taken is None:
@@ -259,7 +265,8 @@ class RpcClient:
             if is_last:
                 self._session.forget(rid)
             elif not self._socket.closed:
-                self._socket.send(self._session.abort(rid))
+                with suppress(BackendError):
+                    self._send(self._session.abort(rid))
 
     def match(self, prompt: str | Sequence[int], *, cache_salt: str = "") -> dict[str, Any]:
         """Return what a prompt would reuse now, by state group, without running it."""
@@ -276,24 +283,31 @@ class RpcClient:
     def ask(self, op: str, args: dict[str, Any] | None = None) -> Any:
         """Ask a question by its name (docs/rpc.md). Raises BackendError without an answer."""
         call_id, frame = self._session.question(op, args or {})
-        self._socket.send(frame)
         try:
+            self._send(frame)
             while (reply := self._session.take_reply(call_id)) is None:
                 self._receive()
             return reply[0]
         finally:
             self._session.forget(call_id)
 
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise BackendError(_REFUSED) from None
+
     def _receive(self) -> None:
         """Wait for one frame and hand it to whoever it belongs to."""
-        timeout_ms = None if self._timeout_s is None else int(self._timeout_s * 1000)
-        if not self._socket.poll(timeout_ms):
-            raise BackendError(f"the server has been silent for {self._timeout_s:g} s")
-        self._session.feed(self._socket.recv())
+        try:
+            self._session.feed(self._socket.recv())
+        except zmq.Again:
+            message = f"the server has been silent for {self._timeout_s:g} s"
+            raise BackendError(message) from None
 
     def close(self) -> None:
-        """Close the connection."""
-        self._context.destroy(linger=200)
+        """Close the connection; what is unsent may leave in the background. Never waits."""
+        self._socket.close()
 
     def __enter__(self) -> RpcClient:
         """Return the client."""
@@ -313,8 +327,7 @@ class AsyncRpcClient:
         """`timeout_s`: silence after which the server counts as lost; None waits for ever."""
         self._session = Session()
         self._timeout_s = timeout_s
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._news: dict[str, asyncio.Event] = {}
         self._failure: BackendError | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -340,9 +353,9 @@ class AsyncRpcClient:
     ) -> AsyncIterator[dict[str, Any]]:
         """See `RpcClient.stream`."""
         rid, frame = self._session.generate(prompt, sampling_params or {}, options)
-        await self._send(rid, frame)
         is_last = False
         try:
+            await self._send(rid, frame)
             while not is_last:
                 taken = self._session.take_answer(rid)
                 if taken is None:
@@ -355,7 +368,8 @@ class AsyncRpcClient:
             if is_last:
                 self._session.forget(rid)
             elif not self._socket.closed:
-                await self._socket.send(self._session.abort(rid))
+                with suppress(zmq.Again):
+                    await self._socket.send(self._session.abort(rid), zmq.NOBLOCK)
 
     async def match(self, prompt: str | Sequence[int], *, cache_salt: str = "") -> dict[str, Any]:
         """See `RpcClient.match`."""
@@ -372,8 +386,8 @@ class AsyncRpcClient:
     async def ask(self, op: str, args: dict[str, Any] | None = None) -> Any:
         """See `RpcClient.ask`."""
         call_id, frame = self._session.question(op, args or {})
-        await self._send(call_id, frame)
         try:
+            await self._send(call_id, frame)
             while (reply := self._session.take_reply(call_id)) is None:
                 await self._wait(call_id)
             return reply[0]
@@ -385,7 +399,10 @@ class AsyncRpcClient:
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
         self._news[key] = asyncio.Event()
-        await self._socket.send(frame)
+        try:
+            await self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise BackendError(_REFUSED) from None
 
     async def _wait(self, key: str) -> None:
         """Wait until something about `key` has arrived, or the connection has failed."""
@@ -412,11 +429,11 @@ class AsyncRpcClient:
                 self._news[one].set()
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; what is unsent may leave in the background."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        self._context.destroy(linger=200)
+        self._socket.close()
 
     async def __aenter__(self) -> AsyncRpcClient:
         """Return the client."""
@@ -428,7 +445,9 @@ class AsyncRpcClient:
 
 
 def _connect(socket: zmq.Socket[Any], endpoint: str, keys: Keys | None) -> None:
-    socket.setsockopt(zmq.LINGER, 200)
+    """Connect. Contexts are the process's own and never ended: ending one can wait for ever."""
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)  # so that a send fails only where there is no connection
     if keys is not None:
         keys.apply(socket)
     socket.connect(endpoint)

@@ -118,11 +118,10 @@ class Service:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the model's vocabulary. Raises RefusedError while nobody knows it."""
-        size = self.info(links.SCHEDULER).get("vocab_size")
-        if size is None:
-            raise RefusedError(self.broker.refusal or "the server is starting")
-        return int(size)
+        """Size of the model's vocabulary. Raises RefusedError while no requests are taken."""
+        if self.broker.refusal is not None:
+            raise RefusedError(self.broker.refusal)
+        return int(self.info(links.SCHEDULER)["vocab_size"])
 
     def public_settings(self) -> dict[str, Any]:
         """Return the settings without secrets."""

@@ -82,7 +82,7 @@ def test_leaving_a_stream_aborts_it(server: ServerProcess, client: RpcClient) ->
 def test_a_client_that_vanishes_is_aborted(server: ServerProcess) -> None:
     client = RpcClient(server.rpc)  # type: ignore[attr-defined]
     next(client.stream("x", LONG))
-    client._context.destroy(linger=0)  # as if the process had been killed: no abort is sent
+    client._socket.close(linger=0)  # as if the process had been killed: no abort is sent
     wait_quiet(server)
 
 
@@ -212,11 +212,10 @@ def test_keys_let_the_right_client_in_and_no_other(
             assert client.ask("ping") == {"status": "serving"}
         stranger = Keys(tmp_path / "server.key", tmp_path / "stranger.key_secret")
         for keys in (stranger, None):
-            with (
-                RpcClient(endpoint, keys=keys, timeout_s=0.5) as client,
-                pytest.raises(BackendError, match="silent"),
-            ):
-                client.ask("ping")
+            with RpcClient(endpoint, keys=keys, timeout_s=0.1) as client:
+                for _ in range(10):  # whether it waits for an answer or cannot send: never for ever
+                    with pytest.raises(BackendError, match=r"silent|refused"):
+                        client.ask("ping")
 
 
 @pytest.mark.parametrize(

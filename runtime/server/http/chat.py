@@ -59,6 +59,7 @@ class Call:
         self.service = service
         self.body = body
         self.samples = body.n or 1
+        self._vocab_size = service.vocab_size  # before anything: 503 while nothing is known
         template = service.info(links.TOKENIZER).get("chat_template")
         self.tools = plan_tools(body.tools, body.tool_choice, template)
         self.rid = body.rid or fresh_id("chatcmpl-")
@@ -80,7 +81,7 @@ class Call:
         if max_tokens is None:
             max_tokens = UNLIMITED_TOKENS if body.max_tokens is None else body.max_tokens
         grammar = None if self.tools.schema is None else {"json_schema": self.tools.schema}
-        vocab_size = self.service.vocab_size
+        vocab_size = self._vocab_size
         return GenerateRequest(
             rid=checks.checked_text("rid", self.rid, checks.MAX_RID_CHARS),
             sampling=common.sampling_of(body, max_tokens, vocab_size, grammar),

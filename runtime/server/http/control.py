@@ -77,7 +77,8 @@ def _model(service: Service) -> dict[str, Any]:
 async def model_info(request: Request) -> Response:
     """Describe the served model: limits, chat template, special tokens."""
     service = _service(request)
-    _ = service.vocab_size  # 503 while nobody knows the model
+    facts = {"vocab_size": service.vocab_size, **service.info(links.SCHEDULER)}
+    facts.pop("lines", None)  # the start log
     return JsonResponse(
         {
             "model_path": service.args.model_path,
@@ -86,7 +87,7 @@ async def model_info(request: Request) -> Response:
             "is_generation": True,
             "weight_version": "default",
             **service.info(links.TOKENIZER),
-            **service.info(links.SCHEDULER),
+            **facts,
         }
     )
 
