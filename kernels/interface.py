@@ -10,6 +10,11 @@ Shapes (one legend for this file):
     T    tokens computed in this step, all rows packed      R  rows (requests)
     Hq   query heads    Hkv  key/value heads    D  head dim  P  page size    B  blocks in the pool
     kv   one layer's pool: [B, 2, Hkv, P, D] (K then V, "HND")
+    pool one layer's entries: [B, P / ratio, D]
+
+Groups whose state is not K/V per head have geometries of their own: `EntryGeometry` (latents,
+compressed entries, index keys: one vector for `ratio` tokens) and `StateGeometry` (one snapshot);
+`SparseKernels` are the operations on them.
 
 This module does not allocate pools, choose a backend, or know what a request is.
 """
@@ -36,6 +41,33 @@ class AttentionGeometry:
     window: int = 0  # a token sees itself and window-1 earlier ones; 0: all
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0: none
     has_sinks: bool = False  # one extra logit per query head in the denominator
+
+
+@dataclass(frozen=True)
+class EntryGeometry:
+    """One vector per `ratio` tokens, for all layers of one state group."""
+
+    dim: int
+    page_size: int  # tokens
+    dtype: torch.dtype
+    ratio: int = 1  # tokens of one entry
+    window: int = 0  # as in `AttentionGeometry`; only where ratio is 1
+
+    @property
+    def entries_per_page(self) -> int:
+        """Entries of one layer in one block."""
+        return self.page_size // self.ratio
+
+
+@dataclass(frozen=True)
+class StateGeometry:
+    """One snapshot of `num_values` numbers per layer and request."""
+
+    num_values: int
+    dtype: torch.dtype
+
+
+GroupGeometry = AttentionGeometry | EntryGeometry | StateGeometry
 
 
 @dataclass(frozen=True)
@@ -90,6 +122,64 @@ class AttentionBackend(Protocol):
 
         Causal, window, soft cap and sinks ([Hq] float32) as the plan's geometry says; softmax
         and accumulation in float32 (float64 for float64 input).
+        """
+        ...
+
+
+class SparseKernels(Protocol):
+    """Operations on entries: one key that is its own value, shared by all query heads.
+
+    Entry i of a row covers its tokens i*ratio .. (i+1)*ratio-1 and is complete, and visible, from
+    the last of them on: the query at position p sees entries i < (p + 1) // ratio.
+    """
+
+    name: str
+
+    def plan(self, geometry: EntryGeometry, layout: BatchLayout) -> Any:
+        """Prepare one step of one group; ValueError if the layout is malformed."""
+        ...
+
+    def append(self, plan: Any, pool: Tensor, entries: Tensor) -> None:
+        """Write the entries [N, D] that the step's tokens complete, in order of row and entry.
+
+        Rows whose write mask is 0 are skipped.
+        """
+        ...
+
+    def select(
+        self, plan: Any, pool: Tensor, q: Tensor, weights: Tensor, top_k: int
+    ) -> Tensor | None:
+        """Choose the visible entries with the highest scores: [T, top_k] int32, ascending.
+
+        score = sum over heads h of weights[t, h] * relu(q[t, h] . entry); q [T, H, D], weights
+        [T, H]. Of equal scores the lower entry wins. -1 fills rows that see fewer. None where no
+        query sees more than `top_k`: all are chosen.
+        """
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        window: tuple[Any, Tensor] | None,
+        entries: tuple[Any, Tensor] | None,
+        selected: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        scale: float,
+        value_dim: int,
+    ) -> Tensor:
+        """Attend q [T, H, D] over the (plan, pool) of a window and of entries, in one softmax.
+
+        Keys are the window's and the visible entries (those in `selected`, where it is given);
+        the value of a key is its first `value_dim` numbers. Returns [T, H, value_dim] in q's
+        dtype. `sinks` [H]: one more logit per head in the denominator.
+        """
+        ...
+
+    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
+        """Sum over j of softmax_j(gates) * values: [N, J, D] twice -> [N, D], channel by channel.
+
+        A gate of -inf takes its value (which must be finite) out.
         """
         ...
 

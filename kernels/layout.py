@@ -1,7 +1,8 @@
 """What a block looks like, and what a step's layout must satisfy: shared by all backends.
 
-A block of one layer is [2, Hkv, P, D], K then V. All CPU backends use exactly these bytes, so
-they share one layout id, and a block written by one is read by the other.
+A block of one layer is [2, Hkv, P, D], K then V; a block of entries is [P / ratio, D]; a snapshot
+is a row of numbers. All CPU backends use exactly these bytes, so they share one layout id, and a
+block written by one is read by the other.
 
 This module does not compute anything on the blocks' contents.
 """
@@ -10,7 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from statewise.kernels.interface import AttentionGeometry, BatchLayout
+from statewise.kernels.interface import (
+    AttentionGeometry,
+    BatchLayout,
+    EntryGeometry,
+    StateGeometry,
+)
 
 DTYPE_WORDS = {
     torch.float64: "f64",
@@ -39,6 +45,17 @@ def block_layout_id(geometry: AttentionGeometry) -> str:
     return f"hnd-{dtype_word(g.dtype)}-h{g.num_kv_heads}-p{g.page_size}-d{g.head_dim}-v1"
 
 
+def entry_layout_id(geometry: EntryGeometry) -> str:
+    """Stable word for a block of entries."""
+    g = geometry
+    return f"entries-{dtype_word(g.dtype)}-r{g.ratio}-p{g.page_size}-d{g.dim}-v1"
+
+
+def state_layout_id(geometry: StateGeometry) -> str:
+    """Stable word for a snapshot."""
+    return f"state-{dtype_word(geometry.dtype)}-n{geometry.num_values}-v1"
+
+
 def readable_start(geometry: AttentionGeometry, context_start: int, position: int) -> int:
     """First key position that the query at `position` may read."""
     if geometry.window <= 0:
@@ -62,6 +79,20 @@ def check_layout(geometry: AttentionGeometry, layout: BatchLayout) -> None:
     page table is wide enough for it. Block numbers are checked where they are used.
     """
     check_geometry(geometry)
+    _check_arrays(geometry.page_size, layout)
+
+
+def check_entry_layout(geometry: EntryGeometry, layout: BatchLayout) -> None:
+    """Do the same for a group of entries."""
+    g = geometry
+    if min(g.dim, g.page_size, g.ratio) < 1 or g.page_size % g.ratio:
+        raise ValueError(f"a page must hold whole entries: {g}")
+    if g.window < 0 or (g.window and g.ratio != 1):
+        raise ValueError(f"only a group of one entry per token can have a window: {g}")
+    _check_arrays(g.page_size, layout)
+
+
+def _check_arrays(page_size: int, layout: BatchLayout) -> None:
     rows = layout.context_lens.shape[0]
     expected = {
         "query_starts": ((rows + 1,), torch.int32),
@@ -75,7 +106,7 @@ def check_layout(geometry: AttentionGeometry, layout: BatchLayout) -> None:
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             got = f"{list(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"{name}: expected {list(shape)} {dtype}, got {got}")
-    _check_contents(geometry.page_size, layout)
+    _check_contents(page_size, layout)
 
 
 def _check_contents(page_size: int, layout: BatchLayout) -> None:

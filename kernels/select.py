@@ -15,9 +15,10 @@ import logging
 import torch
 
 from statewise.kernels.abi import DTYPE_CODES
-from statewise.kernels.interface import AttentionBackend, Ops
+from statewise.kernels.interface import AttentionBackend, Ops, SparseKernels
 from statewise.kernels.native import NativeUnavailableError, is_available
 from statewise.kernels.reference import TorchAttention, TorchOps
+from statewise.kernels.sparse_reference import TorchSparse
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,11 @@ def select_backend(name: str, dtype: torch.dtype) -> tuple[AttentionBackend, Ops
             return _flashinfer(dtype)
         case _:
             raise ValueError(f"unknown attention backend {name!r}; known: {', '.join(BACKENDS)}")
+
+
+def select_sparse(backend_name: str) -> SparseKernels:
+    """Operations on entries that go with an attention backend."""
+    return TorchSparse()
 
 
 def _best(dtype: torch.dtype) -> str:

@@ -176,7 +176,7 @@ inline vf prepare_scores(const Tile& t, int64_t m0, const KeyBlock<BF16>& keys, 
     }
     tops[r] = top;
   }
-  return tops_of(tops);
+  return tops_of<W>(tops);
 }
 
 // Scores of 16 rows -> bfloat16 weights; updates top, sum and out of the rows.
@@ -203,7 +203,7 @@ inline void soften_tile(const Tile& t, int64_t m0, const KeyBlock<BF16>& keys, f
       _mm512_storeu_si512(weights + r * kKeyBlock + j * W, (__m512i)pair);
     }
   }
-  storef(t.sum + m0, loadf(t.sum + m0) * shrink + sums_of(totals));
+  storef(t.sum + m0, loadf(t.sum + m0) * shrink + sums_of<W>(totals));
   storef(t.top + m0, new_top);
   for (int r = 0; r < 16; ++r) {
     if (new_top[r] == old_top[r]) continue;

@@ -113,7 +113,7 @@ inline void score(const Tile& t, int64_t m0, const KeyBlock<KV>& keys, const Key
       }
       for (int r = 0; r < R; ++r) tile[r][i] = acc[r];
     }
-    for (int r = 0; r < R; ++r) storef(scores + r * kKeyBlock + j0, sums_of(tile[r]));
+    for (int r = 0; r < R; ++r) storef(scores + r * kKeyBlock + j0, sums_of<W>(tile[r]));
   }
 }
 
@@ -229,6 +229,10 @@ void attend_keys(const Tile& t, const PageReader<KV>& pages, int64_t lo, int64_t
   KeyBlock<KV> blocks[2];
   int64_t start = lo / kKeyBlock * kKeyBlock;
   pages.locate(start, lo, hi, blocks[0]);
+  const int64_t row_bytes = t.dim * (int64_t)sizeof(typename KV::T);
+  for (int j = blocks[0].begin; j < blocks[0].end; ++j) prefetch_row(blocks[0].key[j], row_bytes);
+  for (int j = blocks[0].begin; j < blocks[0].end; ++j)
+    prefetch_row(blocks[0].key[j] + pages.value_offset, row_bytes);
   for (int now = 0; start < hi; now ^= 1) {
     start += kKeyBlock;
     KeyBlock<KV>& next = blocks[now ^ 1];

@@ -35,7 +35,7 @@ inline vf panel_dots(const typename D::T* x, const typename D::T* const* rows, i
     const vf a = load_part<D>(x + d, in_dim - d);
     for (int i = 0; i < W; ++i) acc[i] += a * load_part<D>(rows[i] + d, in_dim - d);
   }
-  return sums_of(acc);
+  return sums_of<W>(acc);
 }
 
 template <typename D>

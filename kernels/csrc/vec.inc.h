@@ -76,7 +76,25 @@ inline uint16_t float_to_half(float x) {
 // ---- loads and stores -------------------------------------------------------------------------
 
 inline vf widen(F32, vf x) { return x; }
-inline vf widen(BF16, vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
+// Between 16 and 32 bits: the compiler's own conversion goes through pieces of 128 bits.
+inline vu to_words(vh x) {
+#if SW_WIDTH == 16
+  return (vu)_mm512_cvtepu16_epi32((__m256i)x);
+#elif SW_WIDTH == 8
+  return (vu)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, vu);
+#endif
+}
+inline vh to_halves(vu x) {
+#if SW_WIDTH == 16
+  return (vh)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+  return __builtin_convertvector(x, vh);
+#endif
+}
+
+inline vf widen(BF16, vh x) { return as_float(to_words(x) << 16); }
 inline vf widen(F16, vh x) {
 #if SW_WIDTH == 16
   return (vf)_mm512_cvtph_ps((__m256i)x);
@@ -94,7 +112,7 @@ inline vh narrow(BF16, vf x) {  // round to nearest even; any NaN becomes a quie
   const vu bits = as_bits(x);
   const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const vu out = x == x ? rounded : (vu{} + 0x7fc0u);
-  return __builtin_convertvector(out, vh);
+  return to_halves(out);
 }
 inline vh narrow(F16, vf x) {
 #if SW_WIDTH == 16
@@ -174,35 +192,44 @@ inline vf even(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
 inline vf odd(vf a, vf b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
 #endif
 
+constexpr int kFolds = W == 16 ? 4 : W == 8 ? 3 : 2;  // halvings from W lanes to one
+
 inline vf pair_sums(vf a, vf b) { return even(a, b) + odd(a, b); }
+inline vf pair_tops(vf a, vf b) { return max_of(even(a, b), odd(a, b)); }
 
 inline float sum_of(vf x) {
-  for (int n = W; n > 1; n /= 2) x = pair_sums(x, x);
+#pragma GCC unroll 4
+  for (int step = 0; step < kFolds; ++step) x = pair_sums(x, x);
   return x[0];
 }
 inline float max_in(vf x) {
-  for (int n = W; n > 1; n /= 2) x = max_of(even(x, x), odd(x, x));
+#pragma GCC unroll 4
+  for (int step = 0; step < kFolds; ++step) x = pair_tops(x, x);
   return x[0];
 }
-inline vf pair_tops(vf a, vf b) { return max_of(even(a, b), odd(a, b)); }
-
-// Lane i of the result is the sum over the lanes of x[i]; x is overwritten.
-inline vf sums_of(vf (&x)[W]) {
-#pragma GCC unroll 4
-  for (int n = W; n > 1; n /= 2) {
+// Lane i of the result is the sum (the maximum) over the lanes of x[i]; N vectors become N / 2
+// until one is left. Recursion, because the compiler keeps no array in registers over such a loop.
+template <int N>
+inline vf sums_of(const vf* x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    vf y[N / 2];
 #pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i) x[i] = pair_sums(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < N / 2; ++i) y[i] = pair_sums(x[2 * i], x[2 * i + 1]);
+    return sums_of<N / 2>(y);
   }
-  return x[0];
 }
-// The same with the maximum.
-inline vf tops_of(vf (&x)[W]) {
-#pragma GCC unroll 4
-  for (int n = W; n > 1; n /= 2) {
+template <int N>
+inline vf tops_of(const vf* x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    vf y[N / 2];
 #pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i) x[i] = pair_tops(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < N / 2; ++i) y[i] = pair_tops(x[2 * i], x[2 * i + 1]);
+    return tops_of<N / 2>(y);
   }
-  return x[0];
 }
 
 // ---- exp and friends --------------------------------------------------------------------------
