@@ -334,7 +334,8 @@ class StepRun:
         return [int(h) for h in hidden[self.offsets[1:] - 1]]
 
     def _pool(self, g: int, layer: int) -> U64:
-        return self.worker.pools[g][self.worker.layer_at[g][layer]]
+        pool: U64 = self.worker.pools[g][self.worker.layer_at[g][layer]]
+        return pool
 
     def _attend(self, g: int, layer: int, hidden: U64 | None) -> U64:
         """[tokens] readout of a group with an entry per token, written first by its owner."""

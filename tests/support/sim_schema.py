@@ -10,6 +10,8 @@ H  window, compressed entries (ratio M), their tail
 
 from __future__ import annotations
 
+from typing import Any
+
 from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
 
 K = GroupKind
@@ -21,20 +23,18 @@ def make_schema(
     """Groups of a model whose layers are the letters of `shape`; the ratios must divide the page."""
     groups: list[StateGroupSpec] = []
 
-    def add(name: str, kind: GroupKind, letters: str, **more: object) -> None:
+    def add(name: str, kind: GroupKind, letters: str, **more: Any) -> None:
         layers = tuple(i for i, c in enumerate(shape) if c in letters)
         if not layers:
             return
-        size = "snapshot_bytes" if kind.is_snapshot else "entry_bytes"
         shared = tuple(
             (i, max(la for la in layers if la < i))
             for i, c in enumerate(shape)
             if c.islower() and c.upper() in letters
         )
+        more["snapshot_bytes" if kind.is_snapshot else "entry_bytes"] = 8
         groups.append(
-            StateGroupSpec(
-                name, kind, layers, "digest", "v1", shared_layers=shared, **{size: 8}, **more
-            )  # type: ignore[arg-type]
+            StateGroupSpec(name, kind, layers, "digest", "v1", shared_layers=shared, **more)
         )
 
     add("full", K.FULL, "F")
