@@ -399,6 +399,7 @@ def test_null_means_default(server: ServerProcess) -> None:
     assert server.post("/generate", body).json()["text"] == "a"
 
 
+@pytest.mark.slow
 def test_a_stream_interval_makes_fewer_events() -> None:
     with echo_server({"ECHO_STEP_S": "0.01"}, stream_interval=5) as server:
         body = {"text": "abc", "stream": True, "sampling_params": {"max_new_tokens": 22}}
@@ -407,6 +408,7 @@ def test_a_stream_interval_makes_fewer_events() -> None:
         assert all(b - a >= 5 for a, b in itertools.pairwise(counts[:-1]))
 
 
+@pytest.mark.slow
 def test_keys_guard_all_but_health_and_metrics() -> None:
     with echo_server(api_key="sesame", admin_api_key="open", log_requests=True) as server:
         assert server.get("/health").status_code == 200

@@ -142,6 +142,7 @@ def test_a_server_that_cannot_stay_up_leaves_with_a_reason() -> None:
         assert list(server.sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_server_leaves_nothing_behind(sig: int) -> None:
     with echo_server({"ECHO_STEP_S": "0.02"}, drain_timeout=0.5) as server:
@@ -160,6 +161,7 @@ def test_a_stopped_server_leaves_nothing_behind(sig: int) -> None:
         assert list(server.sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_open_request_may_finish_while_the_server_stops() -> None:
     with echo_server({"ECHO_STEP_S": "0.02"}, drain_timeout=20.0) as server:
         answers: list[httpx.Response] = []
@@ -172,6 +174,7 @@ def test_an_open_request_may_finish_while_the_server_stops() -> None:
         assert len(answers[0].json()["output_ids"]) == 40
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_server() -> None:
     with echo_server() as server:
         children = list(server.children().values())

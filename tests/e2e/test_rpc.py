@@ -192,6 +192,7 @@ def test_a_client_in_another_language_can_be_written(server: ServerProcess) -> N
     wait_quiet(server)
 
 
+@pytest.mark.slow
 def test_keys_let_the_right_client_in_and_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
