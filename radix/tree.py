@@ -416,6 +416,16 @@ class RadixTree:
         self.topology.version += 1
         return freed.done()
 
+    def drop_at(self, match: Match, group: int, position: int) -> Freed:
+        """Forget the block of `group` that belongs to exactly `position`, as `drop` does.
+
+        A snapshot, or the partly filled last page that a terminal position keeps.
+        """
+        freed = FreedBuilder(self.schema.num_groups)
+        self._drop_snapshot(match, group, position, freed)
+        self.topology.version += 1
+        return freed.done()
+
     def mark_invalid(self, match: Match, group: int, layers: Mapping[int, int]) -> None:
         """Mark single layers of pages as not to be used: page of the match -> bit per layer.
 

@@ -184,6 +184,12 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
     log_requests: Annotated[bool, _help("service", "one line for each request")] = False
     audit: Annotated[bool, _help("service", "recount all blocks after every step (slow)")] = False
+    audit_rate: Annotated[
+        float,
+        _share(
+            "service", "share of cached pages whose checksum is compared at use; 0: none is kept"
+        ),
+    ] = 0.0
 
 
 def checked(settings: dict[str, Any]) -> ServerArgs:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix import Freed, RadixTree
+from statewise.runtime.cache.checksums import BlockChecksums
+from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 
@@ -21,12 +23,19 @@ Int32 = NDArray[np.int32]
 
 
 class Blocks:
-    """The device pools, with the tree as their reserve."""
+    """The device pools, with the tree as their reserve; `sums` are their blocks' checksums."""
 
-    def __init__(self, tree: RadixTree, pools: tuple[BlockPool, ...]) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: tuple[BlockPool, ...],
+        sums: BlockChecksums,
+        counters: CacheCounters,
+    ) -> None:
         self.pools = pools
+        self.sums = sums
         self._tree = tree
-        self.evicted = [0] * len(pools)  # blocks per group, since the start
+        self._counters = counters
 
     def available(self) -> tuple[int, ...]:
         """Free plus evictable blocks per group."""
@@ -54,14 +63,19 @@ class Blocks:
         if pool.num_free >= count:
             return
         freed = self._tree.evict(group, count - pool.num_free)
-        self.take_back(freed)
-        for g in range(len(self.pools)):
-            self.evicted[g] += freed.num(g)
+        for g, blocks in enumerate(freed.blocks):
+            self._counters.left(g, "room" if g == group else "follows", len(blocks))
+        self._free(freed)
         if pool.num_free < count:
             raise OutOfBlocksError(pool.group, count, pool.num_free)
 
-    def take_back(self, freed: Freed) -> None:
-        """Free what the tree has let go."""
+    def take_back(self, freed: Freed, cause: str) -> None:
+        """Free what the tree has let go; `cause` is a word for the counters."""
+        for group, blocks in enumerate(freed.blocks):
+            self._counters.left(group, cause, len(blocks))
+        self._free(freed)
+
+    def _free(self, freed: Freed) -> None:
         for pool, blocks in zip(self.pools, freed.blocks, strict=True):
             pool.free(blocks)
 

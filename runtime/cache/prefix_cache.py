@@ -1,7 +1,8 @@
 """The prefix cache: tree and pools as one, from lookup to commit.
 
-    lookup   match + validate + plan            only what failed validation is dropped
-    begin    lease what the plan reuses         page tables filled from the tree
+    lookup   match + validate + plan            changes nothing
+    begin    drop what failed, lease what the   page tables filled from the tree
+             plan reuses
     reserve  blocks for more tokens             all groups or none; evicts if it must
     commit   the worker confirmed writes        full pages go to the tree, duplicates are freed
     finish   publish, checkpoint, release       the request's own blocks are freed
@@ -14,7 +15,6 @@ This module does not schedule, and never sees a tensor.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from statewise.radix import (
     Namespace,
     RadixTree,
     StaleMatchError,
-    StampTable,
     TokenKey,
     Written,
 )
@@ -35,13 +34,16 @@ from statewise.radix.need import first_token
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
-from statewise.radix.validation import GroupEnv, ValidationEnv, Verdict, validate
+from statewise.radix.validation import Verdict
 from statewise.runtime.cache.blocks import Blocks
+from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
+from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.cache.snapshots import Snapshots
+from statewise.runtime.cache.validity import Validity
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.messages import CacheOptions, CacheReport
@@ -59,11 +61,17 @@ class Lookup:
     verdicts: tuple[Verdict, ...]
     prompt_len: int
     tree_version: tuple[int, int]
+    is_audited: bool = True  # checksums were compared as far as this cache ever does
 
     @property
     def position(self) -> int:
         """Where ordinary computation begins, in tokens."""
         return self.plan.position
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether anything of the prompt was found in the tree."""
+        return self.match is not None and bool(self.match.logical_pages or self.match.snapshots)
 
     @property
     def branch_position(self) -> int:
@@ -91,33 +99,29 @@ class PrefixCache:
         cost: CostModel,
         *,
         enabled: bool = True,
+        audit_rate: float = 0.0,
+        digest: Digest | None = None,
     ) -> None:
+        """`audit_rate` is the share of pages whose bytes are compared, by `digest`, at use."""
         self.schema = schema
         self.enabled = enabled
-        self.stamp_table = StampTable()
-        self._stamps = self.stamp_table.of_schema(schema)
-        self.tree = RadixTree(schema, self._stamps)
+        self.tree = RadixTree(schema)
         self.pools = tuple(
             BlockPool(group.name, count)
             for group, count in zip(schema.groups, num_blocks, strict=True)
         )
         self.cost = CostObserver(cost)
         self._copies = CopyQueue()
-        self._blocks = Blocks(self.tree, self.pools)
+        self.counters = CacheCounters(schema)
+        sums = BlockChecksums(schema, num_blocks, digest if audit_rate > 0.0 else None)
+        self._blocks = Blocks(self.tree, self.pools, sums, self.counters)
+        self.validity = Validity(schema, self.tree, self._blocks, self.counters, audit_rate)
         parts = (schema, self.tree, self._blocks, self._copies)
         self._recovery = RecoveryExecutor(*parts)
         self._snapshots = Snapshots(*parts)
         self.has_snapshots = bool(self._snapshots.groups)
         self._seq = 0
         self._live: set[Sequence] = set()
-        self.num_lookups = 0
-        self.failures: Counter[str] = Counter()  # validation failures by condition
-        self._env = self._environment()
-
-    def _environment(self) -> ValidationEnv:
-        """What the chain compares with now."""
-        groups = tuple(GroupEnv(generations=pool.generations) for pool in self.pools)
-        return ValidationEnv(self.schema, self._stamps, self.stamp_table, groups)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -134,24 +138,26 @@ class PrefixCache:
         granularity: int = 1,
         *,
         direct_only: bool = False,
+        audit: bool = False,
     ) -> Lookup:
-        """How a prompt can best use what is cached: at most `limit` tokens of it.
+        """How a prompt can best use what is cached: at most `limit` tokens of it. Read only.
 
         The resume position is a multiple of `granularity` tokens. `direct_only`: without replays.
+        `audit`: it is about to be used, compare checksums where they are kept.
         """
         namespace = Namespace(options.salt, options.adapter)
         if not self.enabled:
             return Lookup(namespace, None, NOTHING, (), len(tokens), self.version)
-        self.num_lookups += 1
+        audit = audit and self.validity.audit_rate > 0.0
+        is_audited = audit or not self.validity.audit_rate
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
         terminal = self.has_snapshots and granularity == 1
         position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
-        verdicts = validate(match, self._env, position)
-        if not verdicts and position % granularity == 0:
+        verdicts, passed = self.validity.verdicts(match, position, audit=audit)
+        if passed and position % granularity == 0:
             steps = (Reuse(0, position),) if position else ()
             direct = RecoveryPlan(position, Level.DIRECT, steps, None, position)
-            return Lookup(namespace, match, direct, (), len(tokens), self.version)
-        verdicts = self._drop_faults(match, validate(match, self._env))
+            return Lookup(namespace, match, direct, (), len(tokens), self.version, is_audited)
         budget = Budget(
             len(tokens),
             granularity,
@@ -162,21 +168,23 @@ class PrefixCache:
             terminal=terminal,
         )
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
-        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
+        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version, is_audited)
 
-    def _drop_faults(self, match: Match, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
-        """Count failures and drop the pages that must not be used; returns all verdicts."""
-        for verdict in verdicts:
-            if not verdict.is_fault:
-                continue
-            self.failures[verdict.condition.value] += 1
-            places = verdict.pages or ((verdict.position,) if verdict.position >= 0 else ())
-            if not verdict.layers:
-                self._blocks.take_back(self.tree.drop(match, verdict.group, places))
-        return verdicts
+    def _without_faults(self, lookup: Lookup, match: Match) -> Match:
+        """Drop what the lookup's verdicts name; returns the match without it.
+
+        Where the tree has changed since the lookup for another reason, the old match comes back,
+        and leasing finds out.
+        """
+        is_current = lookup.tree_version == self.version
+        before = self.tree.version
+        self.validity.discard(match, lookup.verdicts, "use")
+        if not is_current or self.tree.version == before:
+            return match
+        return self.tree.match(lookup.namespace, match.key)
 
     def begin(self, lookup: Lookup, capacity_tokens: int) -> Sequence:
-        """Lease what `lookup` reuses and lay out page tables.
+        """Drop what failed validation, lease what `lookup` reuses, lay out page tables.
 
         Raises `StaleMatchError` where state has left the tree since the lookup (look up again and
         plan anew) and `OutOfBlocksError`; nothing is held then.
@@ -196,14 +204,13 @@ class PrefixCache:
             self._snapshots.begin(sequence, None, 0)
             return
         chosen = lookup.plan
-        sequence.lease = self.tree.lease(
-            lookup.match, chosen.position, chosen.repairing, chosen.read_from
-        )
+        match = self._without_faults(lookup, lookup.match)
+        sequence.lease = self.tree.lease(match, chosen.position, chosen.repairing, chosen.read_from)
         pages = chosen.position // self.schema.page_size
         sequence.num_pages = sequence.num_published = pages
-        sequence.match = lookup.match
+        sequence.match = match
         self._recovery.adopt(sequence)
-        self._snapshots.begin(sequence, lookup.match, chosen.position)
+        self._snapshots.begin(sequence, match, chosen.position)
 
     def enter_replay(self, sequence: Sequence, replay: Replay) -> None:
         """Lay out page tables and working blocks for the first token of `replay`."""
@@ -234,7 +241,9 @@ class PrefixCache:
             self._snapshots.repaired(sequence, TokenKey(tokens[:position]), position, written)
 
     def _written(self) -> Written:
-        return Written(self._stamps, self._seq, tuple(pool.generations for pool in self.pools))
+        generations = tuple(pool.generations for pool in self.pools)
+        sums = self._blocks.sums.tables
+        return Written(self.validity.stamps, self._seq, generations, sums)
 
     def _first_live_page(self, group: StateGroupSpec, position: int) -> int:
         """First page that a token at `position` or later reads."""
@@ -252,7 +261,7 @@ class PrefixCache:
         sequence.taken.clear()
         sequence.num_pages = sequence.num_published = 0
         if sequence.lease is not None:
-            self._blocks.take_back(self.tree.release(sequence.lease))
+            self._blocks.take_back(self.tree.release(sequence.lease), "condemned")
             sequence.lease = None
         self._live.remove(sequence)
 
@@ -317,6 +326,11 @@ class PrefixCache:
         pages = publishable // self.schema.page_size
         assert sequence.lease is not None
         self._seq += 1
+        for g in range(self.schema.num_groups):
+            if g not in sequence.snapshot_groups:
+                self._blocks.sums.record_pages(
+                    g, sequence.tables[g][sequence.num_published : pages]
+                )
         published = self.tree.publish(
             sequence.lease,
             TokenKey(tokens[: pages * self.schema.page_size]),
@@ -331,7 +345,7 @@ class PrefixCache:
             sequence.tables[g][duplicates.pages] = duplicates.tree_blocks
             sequence.generations[g][duplicates.pages] = duplicates.tree_generations
             self.pools[g].free(duplicates.own_blocks)
-        self._blocks.take_back(published.freed)
+        self._blocks.take_back(published.freed, "replaced")
 
     def _drop_left_behind(self, sequence: Sequence, position: int) -> None:
         """Forget window pages that no later token reads; free those that are the request's own."""
@@ -385,7 +399,7 @@ class PrefixCache:
     def flush(self) -> dict[str, int]:
         """Drop every cached page that no lease protects; returns blocks freed per group."""
         freed = self.tree.flush()
-        self._blocks.take_back(freed)
+        self._blocks.take_back(freed, "flush")
         return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
 
     def pool_stats(self) -> dict[str, dict[str, int]]:
@@ -400,7 +414,7 @@ class PrefixCache:
                 "cached": pool.num_owned - running,
                 "evictable": self.tree.evictable(g),
                 "running": running,
-                "evicted": self._blocks.evicted[g],
+                "evicted": self.counters.evicted(g),
             }
         return out
 

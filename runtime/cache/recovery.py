@@ -163,11 +163,12 @@ class RecoveryExecutor:
             first, stop = replay.write_back[g]
             for p in [p for p in own if first <= p < stop]:
                 table[p] = own.pop(p)
+            self._blocks.sums.record_pages(g, table)
             handed.append(table)
         outcome = self._tree.restore(sequence.lease, lo, hi, handed, written)
         for duplicates in outcome.duplicates:
             self._pools[duplicates.group].free(duplicates.own_blocks)
-        self._blocks.take_back(outcome.freed)
+        self._blocks.take_back(outcome.freed, "replaced")
 
     def _adopt(self, sequence: Sequence, *, windows: bool) -> None:
         """Page tables as the tree has them now, for a request at its resume position."""

@@ -109,10 +109,17 @@ class Snapshots:
         sequence.taken.clear()
 
     def _hand_over(
-        self, sequence: Sequence, key: TokenKey, what: tuple[int, int, int], written: Written
+        self,
+        sequence: Sequence,
+        key: TokenKey,
+        what: tuple[int, int, int],
+        written: Written,
+        source: int | None = None,
     ) -> None:
+        """Give a block to the tree; `source` is the block that will be copied into it first."""
         position, g, block = what
         assert sequence.lease is not None
+        self._blocks.sums.record(g, block, source)
         back = self._tree.add_snapshot(sequence.lease, key, position, g, block, written)
         if back is not None:
             self._blocks.free_one(g, back)
@@ -126,8 +133,9 @@ class Snapshots:
             return
         for g in wanted:
             block = int(taken[g][0])
-            self._copies.before(g, sequence.working[g], block)
-            self._hand_over(sequence, key, (position, g, block), written)
+            working = sequence.working[g]
+            self._copies.before(g, working, block)
+            self._hand_over(sequence, key, (position, g, block), written, source=working)
 
     # ---------------------------------------------------------------- end
 

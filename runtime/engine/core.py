@@ -103,7 +103,14 @@ class EngineCore:
         cost = CostModel.uniform(
             schema.num_layers, INITIAL_TOKENS_PER_S, chunk=args.chunked_prefill_size
         )
-        self.cache = PrefixCache(schema, num_blocks, cost, enabled=not args.disable_radix_cache)
+        self.cache = PrefixCache(
+            schema,
+            num_blocks,
+            cost,
+            enabled=not args.disable_radix_cache,
+            audit_rate=args.audit_rate,
+            digest=worker.checksums,
+        )
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)
         self.max_sequence_len = min(
             limits.max_context_len, admission.capacity_tokens() - schema.page_size
@@ -265,6 +272,8 @@ class EngineCore:
                 request.admitted_at = started
                 if request.report is not None:
                     self.counters.admitted(request, request.report)
+                if request.lookup is not None and request.lookup.is_hit:
+                    self.cache.counters.validated(request.lookup.verdicts)
         if batch is not None:
             self._run(batch)
             self.counters.num_steps += 1

@@ -262,16 +262,26 @@ class Scheduler:
                 if bypassed > MAX_BYPASS or is_aged(request, now, self.config.max_wait_s):
                     return
 
-    def _lookup(self, request: Request) -> Lookup:
-        """What the tree offers the request now; repeated only when the tree has changed."""
-        if request.lookup is None or request.lookup.tree_version != self.cache.version:
-            known = request.tokens[: request.num_tokens]
-            unit = self.config.token_budget if self.config.deterministic else 1
-            options = request.message.cache
-            request.lookup = self.cache.lookup(
-                options, known, request.reuse_limit, unit, direct_only=request.direct_only
+    def _lookup(self, request: Request, *, at_use: bool = False) -> Lookup:
+        """What the tree offers the request now; repeated only when the tree has changed.
+
+        `at_use`: checksums count as well, where they are kept.
+        """
+        known = request.lookup
+        if (
+            known is None
+            or known.tree_version != self.cache.version
+            or (at_use and not known.is_audited)
+        ):
+            known = request.lookup = self.cache.lookup(
+                request.message.cache,
+                request.tokens[: request.num_tokens],
+                request.reuse_limit,
+                self.config.token_budget if self.config.deterministic else 1,
+                direct_only=request.direct_only,
+                audit=at_use,
             )
-        return request.lookup
+        return known
 
     def _try_admit(
         self,
@@ -288,6 +298,7 @@ class Scheduler:
             other.checkpoints.add(shared)  # keep the trailing state where this one will resume
             request.blocked_reason = f"prefix: {other.rid} is computing it"
             return 0
+        lookup = self._lookup(request, at_use=True)
         try:
             request.sequence = self.cache.begin(lookup, len(request.tokens))
         except OutOfBlocksError as error:
