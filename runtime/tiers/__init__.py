@@ -1,0 +1,1 @@
+"""Slower tiers: host memory, local disk, object storage, and the copies between them."""

@@ -1,0 +1,115 @@
+"""Rows of memory for pages: aligned for direct I/O, on huge pages, reused, bounded.
+
+A row is one page's payload, padded to 4096 bytes; the padding stays zero. Rows of an arena lie
+side by side in anonymous mappings that ask for huge pages, so that neighbours can be copied as one
+array. Memory is touched when first used.
+
+This module does not know what is in a row, and never gives memory back to the system before the
+arena is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.runtime.tiers.page import ALIGNMENT, round_up
+
+Bytes = NDArray[np.uint8]
+HUGE_PAGE = 2 << 20
+
+
+def allocate(size: int) -> Bytes:
+    """`size` zero bytes on a mapping of their own, aligned to a huge page (2 MiB)."""
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapping, dtype=np.uint8)
+    offset = -raw.ctypes.data % HUGE_PAGE
+    return raw[offset : offset + size]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One page's memory. `owner` is the store or arena it must be given back to."""
+
+    owner: object
+    slot: int
+    whole: Bytes  # [row_bytes], 4096-aligned
+    size: int  # bytes of the payload
+    group: str = ""
+
+    @property
+    def data(self) -> Bytes:
+        """[size] the payload."""
+        return self.whole[: self.size]
+
+    def clear_padding(self) -> None:
+        """Zero what follows the payload."""
+        self.whole[self.size :] = 0
+
+
+class Arena:
+    """Hands out rows of one size, at most `max_rows`; grows by `slab_rows`. Thread-safe."""
+
+    def __init__(self, payload_bytes: int, max_rows: int, slab_bytes: int = 8 << 20) -> None:
+        self.payload_bytes = payload_bytes
+        self.row_bytes = round_up(payload_bytes)
+        self.max_rows = max_rows
+        self._slab_rows = max(1, slab_bytes // self.row_bytes)
+        self._lock = threading.Lock()
+        self._free: list[Row] = []
+        self._num_rows = 0
+
+    @property
+    def num_in_use(self) -> int:
+        """Rows handed out."""
+        with self._lock:
+            return self._num_rows - len(self._free)
+
+    def take(self, count: int) -> list[Row]:
+        """`count` rows, neighbours where possible; fewer where the arena is at its bound."""
+        with self._lock:
+            while len(self._free) < count and self._num_rows < self.max_rows:
+                self._grow(count - len(self._free))
+            cut = max(len(self._free) - count, 0)
+            taken = self._free[cut:]
+            del self._free[cut:]
+        taken.sort(key=lambda row: row.slot)
+        return taken
+
+    def _grow(self, wanted: int) -> None:
+        rows = min(max(self._slab_rows, wanted), self.max_rows - self._num_rows)
+        slab = allocate(rows * self.row_bytes).reshape(rows, self.row_bytes)
+        first = self._num_rows
+        new = [Row(self, first + i, slab[i], self.payload_bytes) for i in range(rows)]
+        self._num_rows += rows
+        self._free.extend(reversed(new))
+
+    def give_back(self, rows: list[Row]) -> None:
+        """Take rows back; they must be this arena's."""
+        assert all(row.owner is self for row in rows), "a row of another arena"
+        with self._lock:
+            self._free.extend(sorted(rows, key=lambda row: -row.slot))
+            assert len(self._free) <= self._num_rows, "a row was given back twice"
+
+
+def stacked(rows: list[Row]) -> Bytes | None:
+    """[n, row_bytes] one array over rows that are neighbours in memory; None if they are not."""
+    first = rows[0].whole
+    base = first.ctypes.data
+    step = first.size
+    if any(row.whole.ctypes.data != base + i * step for i, row in enumerate(rows)):
+        return None
+    return np.lib.stride_tricks.as_strided(first, shape=(len(rows), step), strides=(step, 1))
+
+
+def is_aligned(array: Bytes) -> bool:
+    """Whether an array may be the target of direct I/O."""
+    return array.ctypes.data % ALIGNMENT == 0 and array.size % ALIGNMENT == 0

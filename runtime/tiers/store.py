@@ -1,0 +1,185 @@
+"""What every slower tier is: pages by handle and by key, bytes in rows.
+
+    stage    rows to fill with payloads         they belong to the caller until commit or discard
+    commit   records and rows -> handles        a page is found from then on, whole
+    fetch    handles -> rows with payloads      leased: not reused before release
+    free     handles are forgotten
+
+A handle is a small number that a store gives once: it never means another page, so whoever kept
+one too long gets MISSING, never foreign bytes. Stores drop pages on their own (budget, age,
+corruption, a failing device) and say so in `pop_dropped`.
+
+Threads: `find`, `record`, `content`, `touch`, `free`, `oldest`, `pop_dropped`, `status` return at
+once and may be called from the control plane; `stage`, `commit`, `fetch`, `release`, `discard` are
+for I/O threads. All are thread-safe. None raises for a page that is missing, damaged or refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from statewise.radix.segment import Tier
+from statewise.runtime.errors import OperatingError
+from statewise.runtime.tiers.buffers import Row
+from statewise.runtime.tiers.page import PageRecord
+
+NO_HANDLE = -1
+MAX_HANDLE = (1 << 31) - 1  # handles fit the tree's int32 tables
+
+
+class TierError(OperatingError):
+    """A tier cannot be opened or used as asked; the message says what to do."""
+
+    code = "tier"
+
+
+class Outcome(enum.Enum):
+    """What became of one page; the value is the word of metrics."""
+
+    OK = "ok"
+    MISSING = "missing"  # not there (any more)
+    CORRUPT = "corrupt"  # there, and not what it should be
+    FAILED = "failed"  # the medium did not deliver
+    REFUSED = "refused"  # no room, or not taken now
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One page's payload, leased until `TierStore.release`.
+
+    `row` and `record` are there if and only if the outcome is OK. The layers' digests are not yet
+    checked: that is done where the payload lands (`transfer`).
+    """
+
+    handle: int
+    outcome: Outcome
+    row: Row | None = None
+    record: PageRecord | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier's figures. `state`: "online", "read only" or "offline"."""
+
+    tier: Tier
+    state: str
+    num_pages: int
+    used_bytes: int
+    budget_bytes: int  # 0: unbounded
+    pages_by_group: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class TierStore(Protocol):
+    """One slower tier; see the module's text."""
+
+    @property
+    def tier(self) -> Tier:
+        """Which tier this is."""
+        ...
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Handle of each key's page, `NO_HANDLE` where there is none."""
+        ...
+
+    def content(self, key: bytes) -> int:
+        """`PageRecord.content` of the key's page; 0 where there is none."""
+        ...
+
+    def dependency(self, handle: int) -> int:
+        """`PageRecord.dependency` of a page; 0 for none."""
+        ...
+
+    def key_of(self, handle: int) -> bytes:
+        """Key of the page; empty where the handle means nothing any more."""
+        ...
+
+    def touch(self, handles: Sequence[int]) -> None:
+        """These pages were of use: evict others first."""
+        ...
+
+    def free(self, handles: Sequence[int]) -> None:
+        """Forget pages; unknown handles are ignored."""
+        ...
+
+    def stage(self, group: str, count: int) -> list[Row]:
+        """Rows for `count` payloads of a group; fewer where there is no room."""
+        ...
+
+    def discard(self, rows: Sequence[Row]) -> None:
+        """Give staged rows back unused."""
+        ...
+
+    def commit(self, pages: Sequence[tuple[PageRecord, Row]]) -> list[int]:
+        """Keep pages; handles in order, `NO_HANDLE` for those refused.
+
+        Rows that `stage` gave are the store's again. Rows of others are read only. A key that is
+        there already keeps its page and gives its handle.
+        """
+        ...
+
+    def fetch(self, handles: Sequence[int]) -> list[Fetched]:
+        """Payloads, in order."""
+        ...
+
+    def release(self, fetched: Sequence[Fetched]) -> None:
+        """Their rows are no longer read."""
+        ...
+
+    def report_corrupt(self, handle: int) -> None:
+        """Count and drop a page whose payload was found damaged where it landed."""
+        ...
+
+    def pop_dropped(self) -> list[tuple[int, bytes]]:
+        """(handle, key) of pages dropped by the store itself since the last call."""
+        ...
+
+    def status(self) -> TierStatus:
+        """Figures now."""
+        ...
+
+    def close(self) -> None:
+        """Stop using it. Idempotent."""
+        ...
+
+
+class HandleSource:
+    """Gives numbers that are not in use, in a circle through int32. Not thread-safe."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._next = start
+
+    def take(self, in_use: object) -> int:
+        """Return a number that is not in the container `in_use`."""
+        while self._next in in_use:  # type: ignore[operator]
+            self._advance()
+        handle = self._next
+        self._advance()
+        return handle
+
+    def _advance(self) -> None:
+        self._next = 0 if self._next == MAX_HANDLE else self._next + 1
+
+
+class Counters:
+    """Event counts by word. Adding is atomic enough under the interpreter's lock and a store's."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, word: str, count: int = 1) -> None:
+        """Count an event."""
+        self._counts[word] += count
+
+    def __getitem__(self, word: str) -> int:
+        return self._counts[word]
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts, by word."""
+        return dict(sorted(self._counts.items()))
