@@ -25,6 +25,7 @@ from statewise.runtime.messages import (
 )
 from statewise.runtime.models.tiny import TinySize, make_tiny_model
 from statewise.runtime.sampling_params import SamplingParams
+from support.simulation import NoReserve
 
 WINDOW = 16
 ARCHITECTURES = ("llama", "gemma3", "gpt-oss")
@@ -93,24 +94,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 def scenario(case: Case, seed: int) -> None:
     """Shared prefixes, forks, tiny pools, preemption, aborts, chunk sizes and batch mixes."""
     rng = random.Random(seed)
+    grows = rng.random() < 0.4  # short prompts, long outputs, admitted on hope: preemption
     core = case.core(
-        max_total_tokens=rng.choice([160, 240, 480]),
+        max_total_tokens=160 if grows else rng.choice([160, 240, 480]),
         max_window_tokens=rng.choice([104, 160, 480]),
         chunked_prefill_size=rng.choice([8, 24, 64]),
-        max_running_requests=rng.choice([1, 3, 6]),
+        max_running_requests=6 if grows else rng.choice([1, 3, 6]),
         checkpoint_interval=rng.choice([0, 32]),
         audit=True,
     )
+    if grows:
+        core.scheduler.admission.reserve = NoReserve()
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(8, 80))] for _ in range(2)]
     wanted: dict[str, list[int]] = {}
     out: dict[str, list[int]] = {}
     done: set[str] = set()
     aborted: set[str] = set()
-    for i in range(rng.randrange(3, 9)):
+    for i in range(8 if grows else rng.randrange(3, 9)):
         stem = rng.choice(stems)
         prompt = stem[: rng.randrange(1, len(stem) + 1)]
         prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
-        max_new = rng.choice([1, 4, 30])
+        prompt = prompt[: 24 if grows else None]
+        max_new = rng.choice([40, 60]) if grows else rng.choice([1, 4, 30])
         rid = f"r{i}"
         wanted[rid] = case.expected(prompt, max_new)
         stems.append(prompt + wanted[rid])
