@@ -150,7 +150,7 @@ class Match:
 
     def _spans(self) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
         """(first page, pages used, segments) of each node."""
-        ends = [*self.starts[1:], self.logical_pages]
+        ends = [*self.starts, self.logical_pages][1:]
         for start, end, segments in zip(self.starts, ends, self.segments, strict=True):
             yield start, end - start, segments
 
