@@ -179,6 +179,13 @@ class Catalog:
                 count += 1
         return count
 
+    def remove_at(self, handle: int, row: IndexRow) -> int:
+        """Forget a page if it still lies at `row`; `pop_dropped` will name it."""
+        with self._lock:
+            if self._rows.get(handle) is not row:
+                return 0
+        return self.remove([handle], tell=True)
+
     def pop_dropped(self) -> list[tuple[int, bytes]]:
         """(handle, key) of pages removed with `tell` since the last call."""
         with self._lock:

@@ -78,6 +78,7 @@ class Extent:
     cursor: int
     fd: int = -1
     readers: int = 0
+    is_sealed: bool = False
     is_gone: bool = False
 
     @property
@@ -157,24 +158,18 @@ class Extents:
 
     def seal(self, extent: Extent) -> None:
         """No more records: give back the reserved room."""
-        if extent.fd < 0:
+        if extent.is_sealed:
             return
+        extent.is_sealed = True
         with self._lock:
-            fd, extent.fd = extent.fd, -1
-            still_read = extent.readers > 0
-            if still_read:
-                extent.fd = fd
-                self._open[extent.id] = extent
-        if not still_read:
-            self._files.close(fd)
-        if extent.size_bytes > extent.cursor:
-            self._files.truncate(extent.path, extent.cursor)
-            extent.size_bytes = extent.cursor
+            self._open[extent.id] = extent
+            self._close_surplus()
+        self.trim(extent, extent.cursor)
 
     # ---------------------------------------------------------------- reading
 
-    def adopt(self, number: int, path: Path, end: int) -> Extent:
-        """Take in a file that is there, whose records end at `end`. Raises RecordError."""
+    def adopt(self, number: int, path: Path) -> Extent:
+        """Take in a file that is there, sealed. Raises RecordError."""
         fd = self._files.open(path)
         try:
             header = allocate(EXTENT_HEADER_BYTES)
@@ -183,7 +178,7 @@ class Extents:
         finally:
             self._files.close(fd)
         size = path.stat().st_size
-        extent = Extent(number, container, path, size, min(end, size) if end else size)
+        extent = Extent(number, container, path, size, size, is_sealed=True)
         with self._lock:
             self._extents[number] = extent
         return extent

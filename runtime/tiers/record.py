@@ -109,7 +109,7 @@ class Header:
     @property
     def header_bytes(self) -> int:
         """Bytes of the header, a multiple of 4096."""
-        return header_bytes(self)
+        return header_bytes(self.page.address.group, self.stamp, self.num_layers)
 
     @property
     def record_bytes(self) -> int:
@@ -121,11 +121,10 @@ class Header:
         return replace(self, container=container, offset=offset)
 
 
-def header_bytes(header: Header) -> int:
-    """Bytes that a header takes, padded."""
-    name = len(header.page.address.group.encode("utf-8", "surrogatepass"))
-    texts = FIXED_BYTES + name + len(encode_stamp(header.stamp))
-    return round_up(round_up(texts, 8) + 8 * header.num_layers)
+def header_bytes(group: str, stamp: Stamp, num_layers: int) -> int:
+    """Bytes that the header of a group's pages takes, padded."""
+    texts = len(group.encode("utf-8", "surrogatepass")) + len(encode_stamp(stamp))
+    return round_up(round_up(FIXED_BYTES + texts, 8) + 8 * num_layers)
 
 
 def body_sum(key: bytes, body: Data) -> int:

@@ -175,7 +175,8 @@ class Counters:
 
     def add(self, word: str, count: int = 1) -> None:
         """Count an event."""
-        self._counts[word] += count
+        if count:
+            self._counts[word] += count
 
     def __getitem__(self, word: str) -> int:
         return self._counts[word]

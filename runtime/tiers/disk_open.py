@@ -1,0 +1,185 @@
+"""Opening a disk tier's directory: whose it is, what is in it, what of that can be used.
+
+    directory/ (0700)      lock  format  index.sqlite  extents/00000001.swx ...
+    index usable           its rows, less those whose extent is gone, foreign or too short
+    extent not indexed     scanned: its intact headers become rows
+    index unusable         deleted; every extent is scanned
+    extent of another format, or damaged at its start: deleted
+
+Nothing is read that is not checked, and nothing outside these names is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from statewise.runtime.tiers.body import Bodies
+from statewise.runtime.tiers.disk_index import (
+    FILE_NAME,
+    DiskIndex,
+    ExtentRow,
+    IndexRow,
+    IndexUnusableError,
+    remove_index,
+)
+from statewise.runtime.tiers.extents import Extent, Extents
+from statewise.runtime.tiers.files import FILE_MODE, DirectoryLock, Files
+from statewise.runtime.tiers.record import RecordError
+from statewise.runtime.tiers.store import Counters, TierError
+from statewise.runtime.tiers.writing import row_of_header
+
+logger = logging.getLogger(__name__)
+
+FORMAT_FILE = "format"
+FORMAT = {"format": "statewise disk cache", "version": 1}
+EXTENTS = "extents"
+
+
+@dataclass
+class Opened:
+    """An owned directory, and the pages that can be used."""
+
+    lock: DirectoryLock
+    index: DiskIndex
+    extents: Extents
+    rows: list[IndexRow]
+
+
+def check_is_ours(directory: Path) -> None:
+    """TierError for a directory that holds something and is not a disk cache."""
+    try:
+        found = json.loads((directory / FORMAT_FILE).read_text())
+        name = found.get("format") if isinstance(found, dict) else None
+    except FileNotFoundError:
+        names = {entry.name for entry in directory.iterdir()} - {"lock", "lost+found"}
+        if names:
+            raise TierError(
+                f"{directory} holds other files ({sorted(names)[0]}, ...) and is no cache "
+                "directory; name an empty or a new one"
+            ) from None
+        return
+    except (OSError, ValueError):
+        name = None
+    if name != FORMAT["format"]:
+        raise TierError(f"{directory / FORMAT_FILE} is not of a disk cache; name another directory")
+
+
+def open_directory(directory: Path, files: Files, bodies: Bodies, counters: Counters) -> Opened:
+    """Own a directory and take stock of it. Raises TierError, naming the directory."""
+    try:
+        files.make_directory(directory)
+        lock = DirectoryLock(directory)
+    except OSError as error:
+        raise TierError(f"disk cache directory {directory}: {error}") from error
+    try:
+        check_is_ours(directory)
+        _write_format(directory)
+        files.make_directory(directory / EXTENTS)
+        index = _open_index(directory, counters)
+        extents = Extents(directory / EXTENTS, files)
+        rows = _take_stock(extents, index, files, counters)
+    except (OSError, sqlite3.Error) as error:
+        lock.release()
+        raise TierError(f"disk cache directory {directory}: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+    usable = [row for row in rows if bodies.can_decode(row.codec, row.sealing)]
+    counters.add("undecodable", len(rows) - len(usable))
+    return Opened(lock, index, extents, usable)
+
+
+def _write_format(directory: Path) -> None:
+    path = directory / FORMAT_FILE
+    if not path.exists():
+        path.touch(mode=FILE_MODE)
+        path.write_text(json.dumps(FORMAT) + "\n")
+
+
+def _open_index(directory: Path, counters: Counters) -> DiskIndex:
+    path = directory / FILE_NAME
+    if not path.exists():
+        path.touch(mode=FILE_MODE)
+    try:
+        return DiskIndex(path)
+    except IndexUnusableError as error:
+        logger.warning("the index of %s is made anew: %s", directory, error)
+        counters.add("index_rebuilt")
+        remove_index(directory)
+        path.touch(mode=FILE_MODE)
+        return DiskIndex(path)
+
+
+def _take_stock(
+    extents: Extents, index: DiskIndex, files: Files, counters: Counters
+) -> list[IndexRow]:
+    known = {row.id: row for row in index.extents()}
+    on_disk = extents.on_disk()
+    for gone in sorted(known.keys() - on_disk.keys()):
+        counters.add("extents_lost")
+        index.drop_extent(gone)
+    by_extent: dict[int, list[IndexRow]] = {}
+    for row in index.pages():
+        by_extent.setdefault(row.extent, []).append(row)
+    rows = []
+    for number, path in on_disk.items():
+        extent = _adopt(extents, files, number, path, counters)
+        if extent is None:
+            index.drop_extent(number)
+            continue
+        indexed = known.get(number)
+        if indexed is not None and indexed.container == extent.container:
+            found = _within(extent, by_extent.get(number, []), index, counters)
+        else:
+            found = _scanned(extents, extent, index, counters)
+        extents.trim(extent, max((row.offset + row.record_bytes for row in found), default=0))
+        rows.extend(found)
+    return rows
+
+
+def _adopt(
+    extents: Extents, files: Files, number: int, path: Path, counters: Counters
+) -> Extent | None:
+    """Take in a file; None, and the file is deleted, where it is no extent of this format."""
+    try:
+        return extents.adopt(number, path)
+    except RecordError as error:
+        logger.info("%s is removed: %s", path, error)
+        counters.add("extents_foreign" if error.kind == "version" else "extents_damaged")
+        files.remove(path)
+        return None
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.ENOENT):
+            raise
+        counters.add("extents_lost")
+        return None
+
+
+def _within(
+    extent: Extent, rows: list[IndexRow], index: DiskIndex, counters: Counters
+) -> list[IndexRow]:
+    """Rows that lie within the file."""
+    whole = [row for row in rows if row.offset + row.record_bytes <= extent.size_bytes]
+    if len(whole) < len(rows):
+        counters.add("corrupt", len(rows) - len(whole))
+        counters.add("corrupt_truncated", len(rows) - len(whole))
+        kept = {row.key for row in whole}
+        index.update((), [row.key for row in rows if row.key not in kept])
+    return whole
+
+
+def _scanned(
+    extents: Extents, extent: Extent, index: DiskIndex, counters: Counters
+) -> list[IndexRow]:
+    """Rows of an extent that the index does not know (any more)."""
+    index.drop_extent(extent.id)
+    rows = [row_of_header(extent.id, header) for header in extents.scan(extent)]
+    index.add_extent(ExtentRow(extent.id, extent.container, extent.size_bytes))
+    index.update(rows)
+    counters.add("pages_recovered", len(rows))
+    return rows
