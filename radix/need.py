@@ -87,3 +87,13 @@ def protected_pages(
     lo = min(lo, trailing_pages(spec, boundary * page_size, page_size)[0], num_pages)
     sinks = min(sink_pages(spec, position, page_size), num_pages)
     return min(sinks, lo), lo, num_pages
+
+
+def needed_ranges(spec: StateGroupSpec, position: int, page_size: int) -> list[PageRange]:
+    """Ranges of whole pages that a paged group must have at `position`."""
+    page = position // page_size
+    if spec.kind.is_history:
+        return [(0, page)] if page else []
+    lo = min(trailing_pages(spec, position, page_size)[0], page)
+    sinks = min(sink_pages(spec, position, page_size), lo)
+    return [(a, b) for a, b in ((0, sinks), (lo, page)) if a < b]

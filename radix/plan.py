@@ -6,11 +6,15 @@
     Load                    pages of one group, from a slower tier
     Recompute                                     [p, logical)     matched, computed all the same
 
-A `Replay` computes tokens whose history is cached. Its rows read every group's cached state and
-write only the groups of `write_groups`, into blocks of their own; `num_layers` deep. A window
-group that starts cold reads nothing below `context_floor[group]`. Afterwards the pages
-`write_back[group]` are exact in all of the group's layers and may be handed to the tree; the
-others were scratch.
+A `Replay` computes tokens whose history is cached, `num_layers` deep. Of the groups in
+`write_groups`, whose pages in [start, end) hold nothing usable, it writes these pages into blocks
+of its own; a rebuilt history page keeps its good deeper layers, which are copied into the new block
+first. Pages that this plan's replays wrote are read from the own blocks, all others from the
+tree's; nothing below `context_floor[group]` is read. Snapshot groups named in `restore` start from
+the snapshot at `start` (from nothing at 0); the other snapshot groups written go on where the step
+before stopped, if it stopped at `start`, and else start from nothing. After the last replay the
+pages `write_back[group]` of each step are exact in all of the group's layers and may be handed to
+the tree; other pages written were scratch.
 
 This module does not choose (`planner`) and does not execute.
 """
@@ -71,7 +75,8 @@ class Replay:
     write_groups: int  # bit per group
     num_layers: int
     context_floor: tuple[int, ...]  # per group: first position that may be read
-    write_back: tuple[PageRange, ...]  # per group: pages exact after this step
+    write_back: tuple[PageRange, ...]  # per group: pages to hand to the tree
+    restore: tuple[int, ...] = ()  # snapshot groups that start from the snapshot at `start`
 
     @property
     def num_tokens(self) -> int:

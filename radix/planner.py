@@ -2,16 +2,14 @@
 
     for each reach       how slow a tier each group may be read from
       for each position  where a request could resume
-        direct           nothing to do
-        loads            pages from slower tiers, trailing state included
-        passes           replays that make missing trailing state and broken history exact again
-        front            computing from the front while the later pages stream in
+        load             what it needs and a slower tier has
+        replay           what it needs and nothing has, as little as can be (`demand`, `replays`)
+        front            or: compute from the front while the later pages stream in
     the candidate with the least estimated time to the end of the prompt wins
 
-Pure: same arguments, same plan. Candidates are priced by the same `CostModel` that anybody can
-price a plan with; `docs/recovery.md` derives the rules. Only positions at which something changes
-are tried (ends of resident runs, starts of broken ones, snapshots, chunk boundaries): between two
-of them the later one is never dearer.
+Pure: same arguments, same plan. Only positions at which something changes are tried: between two
+of them the later one is never dearer, since one page more to repair never costs more than
+computing that page. `docs/recovery.md` derives the rules.
 
 This module does not execute, does not lease, and knows no clock.
 """
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from math import lcm
 
 import numpy as np
@@ -28,16 +26,16 @@ from numpy.typing import NDArray
 
 from statewise.radix.cost import CostModel
 from statewise.radix.match import Match
-from statewise.radix.passes import Damage, Pass, PassFinder, Reach, replays_of
 from statewise.radix.plan import Level, Load, Recompute, RecoveryPlan, Replay, Reuse, Step
-from statewise.radix.residency import NOWHERE, SLOW, Residency
+from statewise.radix.replays import cut, steps_of
+from statewise.radix.residency import Residency
 from statewise.radix.schema import CacheSchema, GroupKind
 from statewise.radix.segment import Tier
+from statewise.radix.target import Reach, Target
 from statewise.radix.validation import Verdict
 
 Bool = NDArray[np.bool_]
-Int64 = NDArray[np.int64]
-MAX_DAMAGES = 16  # broken runs a plan repairs; a more broken prefix is resumed before them
+MAX_POSITIONS = 64  # deepest ones tried
 MAX_REACHES = 64
 
 
@@ -45,8 +43,8 @@ MAX_REACHES = 64
 class Budget:
     """What a plan may use.
 
-    `prompt_len` tokens are to be computed or reused in all. Resume positions and starts are
-    multiples of `granularity` tokens. `blocks[g]`: device blocks that could be had (None: any
+    `prompt_len` tokens are to be computed or reused in all. Resume positions and starts of steps
+    are multiples of `granularity` tokens. `blocks[g]`: device blocks that could be had (None: any
     number). Loads estimated above `max_sync_s` are marked asynchronous.
     """
 
@@ -60,17 +58,16 @@ class Budget:
     max_sync_s: float = 0.01
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to resume at page `page`, priced."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A way to resume, priced."""
 
-    page: int
+    target: Target
     total_s: float
     recovery_s: float
-    reach: Reach
-    passes: tuple[Pass, ...] = ()
+    load_s: float
+    replays: tuple[Replay, ...] = ()
     front: tuple[int, int] | None = None  # pages computed while the rest streams in
-    load_s: float = 0.0
 
 
 def plan(
@@ -85,9 +82,7 @@ def plan(
     What the verdicts name is not used; whoever executes the plan drops it first. Never raises for
     the state of the cache: the last resort is to recompute from the deepest usable position.
     """
-    have = Residency(match, verdicts)
-    planner = _Planner(have, schema, cost, budget)
-    return planner.best()
+    return _Planner(Residency(match, verdicts), schema, cost, budget).best()
 
 
 class _Planner:
@@ -99,26 +94,35 @@ class _Planner:
         self.have, self.schema, self.cost, self.budget = have, schema, cost, budget
         self.size = schema.page_size
         self.step = lcm(budget.granularity, self.size) // self.size  # pages
+        self.device: Reach = (Tier.DEVICE,) * schema.num_groups
+        self.direct = int(self._usable(self.device)[-1])
 
     def best(self) -> RecoveryPlan:
-        """The plan of the cheapest candidate that the budget allows."""
+        """The plan of the cheapest candidate, or the one that resumes inside a page."""
+        found = self._recompute()
+        for candidate in self._candidates(found):
+            if _order(candidate) < _order(found) and self._affordable(candidate):
+                found = candidate
         terminal = self._terminal()
-        found = sorted(self._candidates(), key=lambda c: (c.total_s, len(c.passes), -c.page))
-        for candidate in found:
-            made = self._plan_of(candidate)
-            if self._affordable(made):
-                return made if terminal is None or made.total_s < terminal.total_s else terminal
-        raise AssertionError("position 0 always works")
-
-    def _affordable(self, made: RecoveryPlan) -> bool:
-        free = self.budget.blocks
-        if free is None or not (made.loads or made.replays):
-            return True
-        return all(need <= have for need, have in zip(made.blocks, free, strict=True))
+        if terminal is not None and terminal.total_s <= found.total_s:
+            return terminal
+        return self._plan_of(found)
 
     def _prefill(self, page: int) -> float:
         """Seconds from a page to the end of the prompt, all layers."""
         return self.cost.prefill_s(page * self.size, self.budget.prompt_len)
+
+    def _usable(self, reach: Reach) -> NDArray[np.intp]:
+        """Allowed pages at which every group can resume within the reach, ascending."""
+        every = np.ones(self.have.num_pages + 1, dtype=np.bool_)
+        for group in range(self.schema.num_groups):
+            every &= self.have.resumable(group, reach[group])
+        return np.flatnonzero(every[:: self.step]) * self.step
+
+    def _recompute(self) -> _Candidate:
+        """Resume where everything is there already; always possible."""
+        target = Target(self.have, self.direct, self.device)
+        return _Candidate(target, self._prefill(self.direct), 0.0, 0.0)
 
     def _terminal(self) -> RecoveryPlan | None:
         """The plan that resumes inside a page, where that is possible."""
@@ -130,22 +134,32 @@ class _Planner:
             position, Level.DIRECT, (Reuse(0, position),), None, position, total_s=seconds
         )
 
+    def _affordable(self, candidate: _Candidate) -> bool:
+        free = self.budget.blocks
+        if free is None or not (candidate.replays or candidate.load_s):
+            return True
+        need = self._blocks(candidate)
+        return all(mine <= there for mine, there in zip(need, free, strict=True))
+
     # ---------------------------------------------------------------- candidates
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self, best: _Candidate) -> Iterator[_Candidate]:
+        """Everything worth comparing; what cannot beat `best` even for free is left out."""
+        if self.direct == self.have.num_pages:
+            return
         for reach in self._reaches():
-            finder = PassFinder(self.have, self.cost, reach, self.step)
-            usable = self._usable(reach, finder)
-            for page in self._positions(reach, usable):
-                yield from self._at(page, reach, finder)
-            yield from self._fronts(reach, usable)
+            for page in self._positions(reach):
+                target = Target(self.have, page, reach)
+                load_s = self.cost.load_s(target.load_bytes())
+                if load_s + self._prefill(page) <= best.total_s:
+                    yield from self._repaired(target, load_s)
+                yield from self._front(target)
 
     def _reaches(self) -> list[Reach]:
         """Every choice of the slowest tier per group that could make a difference."""
         slow = self.have.slow_tiers if self.budget.load else {}
-        known = {t for t in SLOW if t in self.cost.tiers}
         choices = [
-            [Tier.DEVICE, *(t for t in slow.get(g, []) if t in known)]
+            [Tier.DEVICE, *(t for t in slow.get(g, []) if t in self.cost.tiers)]
             for g in range(self.schema.num_groups)
         ]
         found = list(product(*choices))
@@ -153,34 +167,22 @@ class _Planner:
             return found
         return [tuple(min(limit, c[-1]) for c in choices) for limit in Tier]
 
-    def _usable(self, reach: Reach, finder: PassFinder) -> Bool:
-        """[num_pages + 1] boundaries where every group can resume within the reach."""
-        every = np.ones(self.have.num_pages + 1, dtype=np.bool_)
-        for group in range(self.schema.num_groups):
-            ready = finder.ready.get(group)
-            every &= self.have.resumable(group, reach[group]) if ready is None else ready
-        return every
-
-    def _allowed(self, pages: Iterable[int]) -> list[int]:
-        """Round pages down to the granularity; deepest first, each once."""
-        return sorted({p // self.step * self.step for p in pages}, reverse=True)
-
-    def _positions(self, reach: Reach, usable: Bool) -> list[int]:
-        """Pages at which resuming is worth trying."""
-        pages = {self.have.num_pages}
-        aligned = np.flatnonzero(usable[:: self.step]) * self.step
-        pages.add(int(aligned[-1]))
-        for start, _ in _runs(self._broken_pages(reach)):
-            pages.add(start)
-        for group in self.have.trailing:
-            if self.schema.groups[group].kind.is_snapshot:
-                pages.update(np.flatnonzero(self.have.exact[group])[-MAX_DAMAGES:].tolist())
-            else:
-                runs = _runs(self.have.good(group, reach[group]))
-                pages.update(end for _, end in runs[-MAX_DAMAGES:])
+    def _positions(self, reach: Reach) -> list[int]:
+        """Pages at which resuming is worth trying, deepest first."""
+        pages = {self.have.num_pages, int(self._usable(reach)[-1]), *self.have.changes()}
+        for exact in self.have.exact.values():
+            pages.update(np.flatnonzero(exact)[-MAX_POSITIONS:].tolist())
+        for group in self.have.history:
+            pages.update(self._depth_changes(group))
         for page in list(pages):
             pages.update(self._chunk_floors(page))
-        return self._allowed(pages)
+        allowed = sorted({p // self.step * self.step for p in pages}, reverse=True)
+        return [p for p in allowed[:MAX_POSITIONS] if p > self.direct]
+
+    def _depth_changes(self, group: int) -> list[int]:
+        broken = self.have.broken[group]
+        changes: list[int] = (np.flatnonzero(broken[1:] != broken[:-1]) + 1).tolist()
+        return changes
 
     def _chunk_floors(self, page: int) -> Iterator[int]:
         """Last boundary at or below a page where a chunked group needs nothing."""
@@ -191,234 +193,117 @@ class _Planner:
                     token -= spec.window
                 yield max(token, 0) // self.size
 
-    def _broken_pages(self, reach: Reach) -> Bool:
-        """[num_pages] pages where some history group has nothing usable within the reach."""
-        broken = np.zeros(self.have.num_pages, dtype=np.bool_)
-        for group in self.have.history:
-            broken |= ~self.have.good(group, reach[group])
-        return broken
+    def _repaired(self, target: Target, load_s: float) -> Iterator[_Candidate]:
+        """Resume at the target after loading and, where needed, replaying."""
+        seconds = 0.0
+        replays: tuple[Replay, ...] = ()
+        if target.repairing:
+            if target.has_history_damage and not self.budget.rebuild:
+                return
+            if target.has_trailing_damage and not self.budget.repair:
+                return
+            demand = target.demand()
+            ground = target.ground(self.step)
+            found = cut(demand, ground, self.cost)
+            steps = None if found is None else steps_of(found[1], demand, ground)
+            if found is None or steps is None:
+                return
+            seconds, replays = found[0], steps
+        recovery = load_s + seconds
+        total = recovery + self._prefill(target.page)
+        yield _Candidate(target, total, recovery, load_s, replays)
 
-    def _at(self, page: int, reach: Reach, finder: PassFinder) -> Iterator[Candidate]:
-        """Resume at `page`: what is missing there is repaired, what is slow is loaded."""
-        damages = self._damages(page, reach, finder)
-        if damages is None:
-            return
-        passes: tuple[Pass, ...] | None = ()
-        if damages:
-            passes = finder.best_passes(damages, page)
-        if passes is None:
-            return
-        load_s = self._load_s(page, 0, reach, finder)
-        recovery = load_s + sum(p.seconds for p in passes)
-        total = recovery + self._prefill(page)
-        yield Candidate(page, total, recovery, reach, passes, load_s=load_s)
-
-    def _damages(self, page: int, reach: Reach, finder: PassFinder) -> tuple[Damage, ...] | None:
-        """What must be made exact before resuming at `page`; None if it is not allowed to be."""
-        history = self._history_damages(page, reach)
-        missing = [g for g in self.have.trailing if not finder.ready[g][page]]
-        if history and (not self.budget.rebuild or len(history) > MAX_DAMAGES):
-            return None
-        if missing and not self.budget.repair:
-            return None
-        if not missing:
-            return tuple(history)
-        depth = tuple((g, max(self.schema.groups[g].layers) + 1) for g in missing)
-        return (*history, Damage(page - 1, page, depth, is_trailing=True))
-
-    def _history_damages(self, page: int, reach: Reach) -> list[Damage]:
-        """Broken runs below `page`, cut where what is broken changes."""
-        out = []
-        for start, end in _runs(self._broken_pages(reach)[:page]):
-            depths = {g: self._depths(g, reach[g], start, end) for g in self.have.history}
-            stacked = np.stack(list(depths.values()))
-            edges = np.flatnonzero((stacked[:, 1:] != stacked[:, :-1]).any(axis=0)) + 1
-            bounds = [0, *edges.tolist(), end - start]
-            for lo, hi in pairwise(bounds):
-                here = tuple((g, int(d[lo])) for g, d in depths.items() if d[lo])
-                out.append(Damage(start + lo, start + hi, here))
-        return out
-
-    def _depths(self, group: int, reach: Tier, start: int, end: int) -> NDArray[np.int16]:
-        """[end - start] 1 + deepest broken layer; 0 where the page is usable."""
-        tier = self.have.tier[group][start:end]
-        whole = max(self.schema.groups[group].layers) + 1
-        depth = np.where(tier == NOWHERE, self.have.broken[group][start:end], whole)
-        return np.where(tier <= reach, 0, depth).astype(np.int16)
-
-    # ---------------------------------------------------------------- loads
-
-    def _load_s(self, page: int, front: int, reach: Reach, finder: PassFinder) -> float:
-        """Seconds to load what resuming at `page` needs, history from page `front` on."""
-        sizes: dict[Tier, float] = {}
-        for group, lo, hi in self._load_ranges(page, front, finder):
-            for tier in SLOW:
-                if tier > reach[group]:
-                    break
-                sums = self.have.page_sums(group, tier)
-                pages = int(sums[hi] - sums[lo])
-                if pages:
-                    bytes_of = pages * self.schema.groups[group].block_bytes(self.size)
-                    sizes[tier] = sizes.get(tier, 0.0) + bytes_of
-        return self.cost.load_s(sizes)
-
-    def _load_ranges(
-        self, page: int, front: int, finder: PassFinder
-    ) -> Iterator[tuple[int, int, int]]:
-        """(group, first page, end page) that resuming at `page` reads."""
-        for group in self.have.history:
-            yield group, front, page
-        for group in self.have.trailing:
-            if self.schema.groups[group].kind.is_window and finder.ready[group][page]:
-                lo = self.have.first_needed(group, page)
-                sinks = min(self.have.sinks(group, page), lo)
-                if sinks:
-                    yield group, 0, sinks
-                yield group, lo, page
-
-    def _fronts(self, reach: Reach, usable: Bool) -> Iterator[Candidate]:
+    def _front(self, target: Target) -> Iterator[_Candidate]:
         """Compute [direct, x) while pages from x on stream in; x where both end together."""
-        if max(reach) is Tier.DEVICE:
+        if target.has_trailing_damage or max(target.reach) is Tier.DEVICE:
             return
-        direct = self._deepest_direct()
-        finder = PassFinder(self.have, self.cost, reach, self.step)
-        broken = self._broken_pages(reach)
-        for page in self._positions(reach, usable):
-            if page <= direct or not all(finder.ready[g][page] for g in self.have.trailing):
-                continue
-            bad = np.flatnonzero(broken[:page])
-            first = max(direct + 1, int(bad[-1]) + 1 if len(bad) else 0)
-            first = -(-first // self.step) * self.step
-            fronts = range(first, page, self.step)
-            if len(fronts):
-                yield self._best_front(page, direct, fronts, reach, finder)
-
-    def _best_front(
-        self, page: int, direct: int, fronts: range, reach: Reach, finder: PassFinder
-    ) -> Candidate:
-        def priced(front: int) -> tuple[float, float]:
-            computed = self.cost.prefill_s(direct * self.size, front * self.size)
-            load = self._load_s(page, front, reach, finder)
-            return max(computed, load), load
-
-        # Computing rises with the front and loading falls: search where they cross.
+        broken = [np.flatnonzero(target.missing[g]) for g in self.have.history]
+        first = max([self.direct + 1, *(int(b[-1]) + 1 for b in broken if len(b))])
+        fronts = range(-(-first // self.step) * self.step, target.page, self.step)
+        if not len(fronts):
+            return
+        # Computing rises with the front and loading falls: look where they cross.
         lo, hi = 0, len(fronts) - 1
         while lo < hi:
             middle = (lo + hi) // 2
-            front = fronts[middle]
-            if self.cost.prefill_s(direct * self.size, front * self.size) >= priced(front)[1]:
-                hi = middle
-            else:
-                lo = middle + 1
+            computed, load = self._front_costs(target, fronts[middle])
+            lo, hi = (lo, middle) if computed >= load else (middle + 1, hi)
         near = [fronts[i] for i in (lo - 1, lo) if i >= 0]
-        seconds, load, front = min((*priced(f), f) for f in near)
-        total = seconds + self._prefill(page)
-        return Candidate(page, total, seconds, reach, (), (direct, front), load)
+        seconds, front = min((max(self._front_costs(target, f)), f) for f in near)
+        load_s = self._front_costs(target, front)[1]
+        total = seconds + self._prefill(target.page)
+        yield _Candidate(target, total, seconds, load_s, (), (self.direct, front))
 
-    def _deepest_direct(self) -> int:
-        """Deepest allowed page at which every group can resume now."""
-        every = np.ones(self.have.num_pages + 1, dtype=np.bool_)
-        for group in range(self.schema.num_groups):
-            every &= self.have.resumable(group, Tier.DEVICE)
-        return int(np.flatnonzero(every[:: self.step])[-1]) * self.step
+    def _front_costs(self, target: Target, front: int) -> tuple[float, float]:
+        """(seconds of computing up to a page, seconds of loading the rest)."""
+        computed = self.cost.prefill_s(self.direct * self.size, front * self.size)
+        return computed, self.cost.load_s(target.load_bytes(front))
 
     # ---------------------------------------------------------------- the plan
 
-    def _plan_of(self, chosen: Candidate) -> RecoveryPlan:
-        finder = PassFinder(self.have, self.cost, chosen.reach, self.step)
-        missing = frozenset(g for g in self.have.trailing if not finder.ready[g][chosen.page])
-        loads = self._loads(chosen, finder)
-        replays = [r for p in chosen.passes for r in replays_of(p, self.have, missing)]
-        damaged = {g for p in chosen.passes for d in p.damages for g, _ in d.depth}
-        starts = [p.start for p in chosen.passes]
+    def _plan_of(self, chosen: _Candidate) -> RecoveryPlan:
+        target = chosen.target
+        loads = target.loads(chosen.front[1] if chosen.front else 0)
+        position = target.page * self.size
         return RecoveryPlan(
-            position=chosen.page * self.size,
+            position=position,
             level=self._level(chosen, loads),
-            steps=self._steps(chosen, loads, replays),
+            steps=self._steps(chosen, loads),
             limiting_group=self._limiting(),
-            read_from=min([*starts, chosen.page]) * self.size,
-            repairing=tuple(sorted(damaged)),
+            read_from=min([position, *(r.start for r in chosen.replays)]),
+            repairing=target.repairing,
             concurrent=chosen.front is not None,
             asynchronous=chosen.load_s > self.budget.max_sync_s,
             recovery_s=chosen.recovery_s,
             total_s=chosen.total_s,
-            blocks=self._blocks(chosen, loads),
+            blocks=self._blocks(chosen),
         )
 
-    def _steps(
-        self, chosen: Candidate, loads: list[Load], replays: list[Replay]
-    ) -> tuple[Step, ...]:
+    def _steps(self, chosen: _Candidate, loads: list[Load]) -> tuple[Step, ...]:
         steps: list[Step] = []
-        position = chosen.page * self.size
+        position = chosen.target.page * self.size
         if chosen.front is not None:
             direct, front = (p * self.size for p in chosen.front)
             steps += [Reuse(0, direct)] if direct else []
             steps += [*loads, Recompute(direct, front), Reuse(front, position)]
         else:
             steps += [Reuse(0, position)] if position else []
-            steps += [*loads, *replays]
+            steps += [*loads, *chosen.replays]
         if position < self.have.num_pages * self.size:
             steps.append(Recompute(position, self.have.num_pages * self.size))
         return tuple(steps)
 
-    def _loads(self, chosen: Candidate, finder: PassFinder) -> list[Load]:
-        """Load steps: runs of pages with one tier, each page once."""
-        front = chosen.front[1] if chosen.front else 0
-        ranges = list(self._load_ranges(chosen.page, front, finder))
-        ranges += [r for p in chosen.passes for r in p.loads]
-        wanted: dict[int, Bool] = {}
-        for group, lo, hi in ranges:
-            pages = wanted.setdefault(group, np.zeros(self.have.num_pages, dtype=np.bool_))
-            pages[lo:hi] = True
-        out = []
-        for group in sorted(wanted):
-            for tier in SLOW:
-                if tier <= chosen.reach[group]:
-                    here = wanted[group] & (self.have.tier[group] == tier)
-                    out += [Load(group, lo, hi, tier) for lo, hi in _runs(here)]
-        return out
-
-    def _level(self, chosen: Candidate, loads: list[Load]) -> Level:
-        damages = [d for p in chosen.passes for d in p.damages]
-        if any(not d.is_trailing for d in damages):
+    def _level(self, chosen: _Candidate, loads: list[Load]) -> Level:
+        if chosen.front is None and chosen.target.has_history_damage:
             return Level.REBUILD
-        if damages:
+        if chosen.replays:
             return Level.REPAIR
         if loads:
             return Level.LOAD
-        return Level.RECOMPUTE if chosen.page < self.have.num_pages else Level.DIRECT
+        return Level.RECOMPUTE if chosen.target.page < self.have.num_pages else Level.DIRECT
 
     def _limiting(self) -> int | None:
         """Group that keeps the end of the logical hit from being resumed at as it stands."""
-        end = self.have.num_pages
         worst: tuple[int, int] | None = None
         for group in range(self.schema.num_groups):
             able = self.have.resumable(group, Tier.DEVICE)
-            if able[end]:
-                continue
             depth = int(np.flatnonzero(able)[-1])
-            if worst is None or depth < worst[0]:
+            if not able[-1] and (worst is None or depth < worst[0]):
                 worst = (depth, group)
         return None if worst is None else worst[1]
 
-    def _blocks(self, chosen: Candidate, loads: list[Load]) -> tuple[int, ...]:
+    def _blocks(self, chosen: _Candidate) -> tuple[int, ...]:
         """Device blocks that the steps need beyond those of ordinary prefill."""
         need = [0] * self.schema.num_groups
-        for load in loads:
+        for load in chosen.target.loads(chosen.front[1] if chosen.front else 0):
             need[load.group] += load.num_pages
-        for found in chosen.passes:
-            for group in found.written:
-                if self.schema.groups[group].kind.is_window:
-                    need[group] += found.end - found.start
-            for damage in found.damages:
-                for group, _ in damage.depth:
-                    if not damage.is_trailing:
-                        need[group] += damage.end - damage.start
+        for replay in chosen.replays:
+            pages = (replay.end - replay.start) // self.size
+            for group in self.have.paged:
+                need[group] += pages * (replay.write_groups >> group & 1)
         return tuple(need)
 
 
-def _runs(flags: Bool) -> list[tuple[int, int]]:
-    """Half-open runs of true entries."""
-    padded = np.concatenate(([False], flags, [False]))
-    edges = np.flatnonzero(padded[1:] != padded[:-1])
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+def _order(candidate: _Candidate) -> tuple[float, int, int]:
+    """Cheapest first; of equals the one with fewer steps, then the one that reuses more."""
+    return candidate.total_s, len(candidate.replays), -candidate.target.page

@@ -19,20 +19,14 @@ from numpy.typing import NDArray
 
 from statewise.radix import rows
 from statewise.radix.match import Match
-from statewise.radix.need import (
-    sink_pages,
-    snapshot_boundaries,
-    trailing_pages,
-    trailing_starts,
-)
+from statewise.radix.need import needed_ranges, snapshot_boundaries, trailing_starts
 from statewise.radix.schema import StateGroupSpec
-from statewise.radix.segment import Tier
+from statewise.radix.segment import BLOCK, DEPENDENCY, SEQ, STAMP, Tier
 from statewise.radix.validation import Condition, Verdict
 
 Int8 = NDArray[np.int8]
 Int16 = NDArray[np.int16]
 Int64 = NDArray[np.int64]
-Float = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 
 NOWHERE = 100
@@ -90,8 +84,6 @@ class Residency:
 
     def _partial(self, group: int) -> dict[int, int]:
         """Page -> mask of broken layers, where the page's other layers are good."""
-        stamps = self.match.page_stamps(group)
-        blocks = self.match.blocks(group)
         whole_failures: set[int] = set()
         masks = dict(self.match.invalid_layers(group))
         for verdict in self.faults:
@@ -102,12 +94,22 @@ class Residency:
                     masks[page] = masks.get(page, 0) | verdict.layers
             else:
                 whole_failures.update(verdict.pages)
-        good = self.match.stamps[group]
+        good = self._written_well(group)
         return {
             page: mask
             for page, mask in masks.items()
-            if mask and page not in whole_failures and blocks[page] >= 0 and stamps[page] == good
+            if mask and page not in whole_failures and page < len(good) and good[page]
         }
+
+    def _written_well(self, group: int) -> Bool:
+        """[num_pages] pages on the device, of the current stamp, over what they depend on."""
+        table = rows.table(self.match, group)
+        good: Bool = (table[BLOCK] >= 0) & (table[STAMP] == self.match.stamps[group])
+        depends_on = self.schema.groups[group].depends_on
+        if depends_on is not None:
+            source = rows.table(self.match, self.schema.index_of(depends_on))
+            good &= table[DEPENDENCY] == source[SEQ]
+        return good
 
     def _snapshots(self, group: int) -> Bool:
         """[num_pages + 1] boundaries at which a snapshot group can resume."""
@@ -154,20 +156,16 @@ class Residency:
             enough &= total[sinks] == sinks
         return enough
 
-    def run_start(self, group: int, end: int, reach: Tier) -> int:
-        """First page of the unbroken run of usable pages that ends at page `end`."""
-        missing = np.flatnonzero(~self.good(group, reach)[:end])
-        return int(missing[-1]) + 1 if len(missing) else 0
+    def needed(self, group: int, page: int) -> list[tuple[int, int]]:
+        """Ranges of pages that a paged group needs at boundary `page`."""
+        return needed_ranges(self.schema.groups[group], page * self.page_size, self.page_size)
 
-    def first_needed(self, group: int, page: int) -> int:
-        """First page a window group needs at boundary `page` (sinks aside)."""
-        spec = self.schema.groups[group]
-        return min(trailing_pages(spec, page * self.page_size, self.page_size)[0], page)
-
-    def sinks(self, group: int, page: int) -> int:
-        """First pages whose tokens never leave the window, as needed at boundary `page`."""
-        spec = self.schema.groups[group]
-        return min(sink_pages(spec, page * self.page_size, self.page_size), page)
+    def changes(self) -> set[int]:
+        """Boundaries at which some group's tier changes."""
+        out: set[int] = set()
+        for tier in self.tier.values():
+            out.update((np.flatnonzero(tier[1:] != tier[:-1]) + 1).tolist())
+        return out
 
     def page_sums(self, group: int, tier: Tier) -> Int64:
         """[num_pages + 1] pages below each boundary whose fastest usable copy is on `tier`."""

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from statewise.radix import rows
 from statewise.radix.match import Match, Snapshot
-from statewise.radix.need import sink_pages, trailing_pages
+from statewise.radix.need import needed_ranges, trailing_pages
 from statewise.radix.node import StateBlock
-from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
+from statewise.radix.schema import CacheSchema, GroupKind
 from statewise.radix.segment import BLOCK, DEPENDENCY, GENERATION, SEQ, STAMP, Int32
 from statewise.radix.stamp import Stamp, StampTable
 
@@ -236,18 +236,8 @@ def validate(
             if position is None and spec.kind.is_window:
                 first = trailing_pages(spec, end, match.schema.page_size)[0]
                 _check_present(match, env, group, first, sample, verdicts)
-        _check_positions(match, env, group, position, verdicts)
+        _check_positions(match, env, group, position, sample, verdicts)
     return tuple(verdicts)
-
-
-def needed_ranges(spec: StateGroupSpec, position: int, page_size: int) -> list[tuple[int, int]]:
-    """Ranges of whole pages that a paged group must have at `position`."""
-    page = position // page_size
-    if spec.kind.is_history:
-        return [(0, page)] if page else []
-    lo = min(trailing_pages(spec, position, page_size)[0], page)
-    sinks = min(sink_pages(spec, position, page_size), lo)
-    return [(a, b) for a, b in ((0, sinks), (lo, page)) if a < b]
 
 
 def _check_range(
@@ -386,14 +376,8 @@ class PageSet:
         )
 
     def _sampled(self) -> Bool:
-        """Pages that this audit looks at: a hash of block and sample, so that all get a turn."""
-        if self.env.audit_rate >= 1.0:
-            return np.ones(len(self.alive), dtype=np.bool_)
-        with np.errstate(over="ignore"):
-            mixed = (self.table[BLOCK].astype(np.uint64) + np.uint64(self.sample)) * SAMPLE_MIX
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * SAMPLE_MIX
-        chosen: Bool = (mixed >> np.uint64(32)) < np.uint64(int(self.env.audit_rate * 2.0**32))
-        return chosen
+        """Pages that this audit looks at."""
+        return sampled(self.table[BLOCK], self.env.audit_rate, self.sample)
 
     def _kernel_abi(self) -> None:
         static = self.env.static[self.group]
@@ -426,6 +410,17 @@ class PageSet:
 # ------------------------------------------------------------------------- parts
 
 
+def sampled(blocks: Int32, rate: float, sample: int) -> Bool:
+    """[n] whether an audit looks at a block: a hash of block and sample, so that all get a turn."""
+    if rate >= 1.0:
+        return np.ones(len(blocks), dtype=np.bool_)
+    with np.errstate(over="ignore"):
+        mixed = (blocks.astype(np.uint64) + np.uint64(sample)) * SAMPLE_MIX
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * SAMPLE_MIX
+    chosen: Bool = (mixed >> np.uint64(32)) < np.uint64(int(rate * 2.0**32))
+    return chosen
+
+
 def stamp_difference(found: Stamp, expected: Stamp) -> Static:
     """Name the first part in which two stamps differ."""
     for part, condition in STAMP_PARTS:
@@ -455,32 +450,39 @@ def bad_layers(recorded: UInt64, found: UInt64) -> list[int]:
 
 
 def _check_positions(
-    match: Match, env: ValidationEnv, group: int, position: int | None, verdicts: list[Verdict]
+    match: Match,
+    env: ValidationEnv,
+    group: int,
+    position: int | None,
+    sample: int,
+    verdicts: list[Verdict],
 ) -> None:
     """Check the blocks that belong to exactly one position."""
     if position is None:
         for snapshot in match.snapshots:
-            verdicts.extend(_check_block(env, snapshot, group))
+            verdicts.extend(_check_block(env, snapshot, group, sample))
         return
     here = match.snapshot_at(position)
     if here is not None:
-        verdicts.extend(_check_block(env, here, group))
+        verdicts.extend(_check_block(env, here, group, sample))
     if not rows.has_exact(match, group, position):
         detail = "no block for exactly this position"
         verdicts.append(Verdict(group, Condition.ABSENT, position=position, detail=detail))
 
 
-def _check_block(env: ValidationEnv, snapshot: Snapshot, group: int) -> Iterator[Verdict]:
+def _check_block(
+    env: ValidationEnv, snapshot: Snapshot, group: int, sample: int
+) -> Iterator[Verdict]:
     """Check one held block; only its first failure."""
     held = snapshot.block_of(group)
     if held is None:
         return
-    failure = _block_failure(env, held)
+    failure = _block_failure(env, held, sample)
     if failure is not None:
         yield Verdict(group, failure[0], position=snapshot.position, detail=failure[1])
 
 
-def _block_failure(env: ValidationEnv, held: StateBlock) -> Static | None:
+def _block_failure(env: ValidationEnv, held: StateBlock, sample: int) -> Static | None:
     group, of_group = held.group, env.groups[held.group]
     now = of_group.generations
     if now is not None:
@@ -488,6 +490,8 @@ def _block_failure(env: ValidationEnv, held: StateBlock) -> Static | None:
             return Condition.OUT_OF_POOL, f"the pool has {len(now)} blocks"
         if now[held.block] != held.generation:
             return Condition.GENERATION, "the block was given away since"
+    if _is_damaged(env, held, sample):
+        return Condition.CHECKSUM, "bytes changed"
     if env.static[group] is not None:
         return env.static[group]
     if held.stamp != env.stamps[group]:
@@ -497,3 +501,14 @@ def _block_failure(env: ValidationEnv, held: StateBlock) -> Static | None:
         if misaligned(of_group, block)[0]:
             return Condition.ALIGNMENT, _alignment_need(of_group)
     return None
+
+
+def _is_damaged(env: ValidationEnv, held: StateBlock, sample: int) -> bool:
+    """Whether an audit looks at the block and finds other bytes than were handed over."""
+    if env.checksum is None or env.audit_rate <= 0.0 or not held.checksums:
+        return False
+    block = np.array([held.block], dtype=np.int32)
+    if not sampled(block, env.audit_rate, sample)[0]:
+        return False
+    found: list[int] = env.checksum(held.group, block)[0].tolist()
+    return found != list(held.checksums)

@@ -1,6 +1,6 @@
 """Carrying out a recovery plan: private blocks for what a replay writes, then into the tree.
 
-    enter      page tables as the pass's first token needs them
+    enter      page tables as the replay's first token needs them
     reserve    private blocks for the pages the next chunk writes (never a shared block)
     pass_by    scratch that no later token reads is freed
     complete   what became exact is handed to the tree; the next replay, or the request, goes on
@@ -56,8 +56,8 @@ class RecoveryExecutor:
     def enter(self, sequence: Sequence, replay: Replay) -> None:
         """Lay out window tables for a replay that begins at `replay.start`.
 
-        A window group that the replay does not write is whole up to the resume position; one
-        that starts from existing state has its pages below the start; a cold one has nothing.
+        Pages written by earlier replays are read from the private blocks, all others from the
+        tree; nothing below the replay's floor.
         """
         page = self.schema.page_size
         assert sequence.lease is not None
@@ -65,16 +65,18 @@ class RecoveryExecutor:
             sequence.context_starts[g] = replay.context_floor[g]
             if not spec.kind.is_window:
                 continue
+            first = max(first_token(spec, replay.start), replay.context_floor[g]) // page
+            sinks = min(sequence.sink_pages[g], first)
+            own = sequence.repaired.get(g, {})
+            self._release(sequence, g, [p for p in own if sinks <= p < first])
             sequence.tables[g][: sequence.num_pages] = -1
-            first = stop = replay.start // page
-            if not replay.context_floor[g]:
-                first = first_token(spec, replay.start) // page
-            if not replay.write_groups >> g & 1:
-                stop = sequence.num_published
             sequence.live_from[g] = first
             blocks, _ = self._tree.pages(sequence.lease, g)
-            self._fill(sequence, g, 0, blocks[: min(sequence.sink_pages[g], first)])
-            self._fill(sequence, g, first, blocks[first:stop])
+            self._fill(sequence, g, 0, blocks[:sinks])
+            self._fill(sequence, g, first, blocks[first : sequence.num_published])
+            for p, block in own.items():
+                sequence.tables[g][p] = block
+                sequence.generations[g][p] = self._pools[g].generations[block]
 
     def _fill(self, sequence: Sequence, group: int, first: int, blocks: Int32) -> None:
         stop = first + len(blocks)
@@ -134,21 +136,20 @@ class RecoveryExecutor:
     def complete(
         self, sequence: Sequence, replay: Replay, after: Replay | None, written: Written
     ) -> None:
-        """Hand what the replay made exact to the tree; free its scratch.
+        """Hand what the replay made exact to the tree.
 
-        `after` is the next replay. Where it goes on with the same pass its windows continue in
-        the scratch of this one.
+        `after` is the next replay, which may read this one's scratch; after the last one all
+        scratch is freed.
         """
         self._hand_over(sequence, replay, written)
-        if after is not None and continues(replay, after):
+        if after is not None:
             self._adopt(sequence, windows=False)
             return
         for g in range(self.schema.num_groups):
             self._release(sequence, g, list(sequence.repaired.get(g, {})))
         self._adopt(sequence, windows=True)
-        if after is None:
-            assert sequence.lease is not None
-            self._tree.advance(sequence.lease, sequence.num_published * self.schema.page_size)
+        assert sequence.lease is not None
+        self._tree.advance(sequence.lease, sequence.num_published * self.schema.page_size)
 
     def _hand_over(self, sequence: Sequence, replay: Replay, written: Written) -> None:
         lo = min((a for a, b in replay.write_back if a < b), default=0)
@@ -185,12 +186,3 @@ class RecoveryExecutor:
             sequence.context_starts[g] = 0
             self._fill(sequence, g, 0, blocks[: min(sequence.sink_pages[g], first)])
             self._fill(sequence, g, first, blocks[first : sequence.num_published])
-
-
-def continues(replay: Replay, after: Replay) -> bool:
-    """Whether `after` goes on where `replay` ends, in the same pass."""
-    return (
-        after.start == replay.end
-        and after.num_layers == replay.num_layers
-        and after.context_floor == replay.context_floor
-    )

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from statewise.radix import StaleMatchError
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
-from statewise.runtime.cache.recovery import continues
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission
 from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
@@ -88,9 +87,8 @@ class Scheduler:
     def _end_sequence(self, request: Request, *, keep_state: bool) -> None:
         assert request.sequence is not None
         kept = request.num_computed if keep_state and not request.replays else 0
-        if self.config.deterministic:
-            kept = min(kept, request.sequence.num_published * self.schema.page_size)
-        self.cache.finish(request.sequence, request.tokens, kept)
+        unit = self.config.token_budget if self.config.deterministic else 1
+        self.cache.finish(request.sequence, request.tokens, kept, snapshot=kept % unit == 0)
         request.sequence = None
 
     def _preempt(self, victim: Request) -> None:
@@ -393,5 +391,4 @@ class Scheduler:
             request.replays.pop(0)
             if after is not None:
                 request.replay_at = after.start
-                if not continues(replay, after):
-                    self.cache.enter_replay(request.sequence, after)
+                self.cache.enter_replay(request.sequence, after)
