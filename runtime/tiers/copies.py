@@ -1,0 +1,246 @@
+"""The copies that transfers are made of: out of device blocks, into them, between stores.
+
+    demote   blocks --read--> rows of the store --digests--> records --commit--> handles
+    load     handles --fetch--> rows --write--> blocks --digests--> compared with the records
+    move     handles of one store --> handles of another
+
+A load is confirmed by the digests of what lies in the blocks afterwards, not by the absence of an
+error; a page that fails this is dropped from its store. A demotion's digests are those of the
+blocks it read, so damage anywhere in between shows when the page comes back.
+
+This module does not queue (`transfer`) and does not decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.runtime.clock import Clock
+from statewise.runtime.tiers.buffers import Row
+from statewise.runtime.tiers.checksums import differing_layers
+from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord, content_of
+from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
+from statewise.runtime.tiers.transfer import PageResult, Step
+
+Digests = NDArray[np.uint64]
+
+
+class BlockIO(Protocol):
+    """Bytes of device blocks. Called from I/O threads, for blocks that are leased."""
+
+    def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
+        """Copy blocks into rows; [n, num_layers] digests of the blocks."""
+        ...
+
+    def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
+        """Copy rows into blocks; [n, num_layers] digests of what now lies in the blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePage:
+    """A page to demote: its block, and what it is. `num_tokens`: valid ones in the page."""
+
+    group: int
+    block: int
+    address: PageAddress
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPage:
+    """A page to load: its handle and key in the store, and the private block it is for."""
+
+    group: int
+    block: int
+    handle: int
+    key: bytes
+
+
+T = TypeVar("T")
+
+
+def _cut(
+    pages: Sequence[T], group_of: Callable[[T], int], row_bytes: Sequence[int], step_bytes: int
+) -> Iterator[tuple[int, list[T]]]:
+    """(index of the first, pages): runs of one group, at most `step_bytes` or one page."""
+    first = 0
+    run: list[T] = []
+    for i, page in enumerate(pages):
+        group = group_of(page)
+        full = (len(run) + 1) * row_bytes[group] > step_bytes
+        if run and (full or group_of(run[-1]) != group):
+            yield first, run
+            first, run = i, []
+        run.append(page)
+    if run:
+        yield first, run
+
+
+class Copier:
+    """Makes the steps of transfers; `shapes` are in the schema's order of groups."""
+
+    def __init__(
+        self,
+        shapes: Sequence[GroupShape],
+        blocks: BlockIO,
+        clock: Clock,
+        secret: bytes = b"",
+        step_bytes: int = 4 << 20,
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self._blocks = blocks
+        self._clock = clock
+        self._secret = secret
+        self._step_bytes = step_bytes
+        self._row_bytes = [shape.row_bytes for shape in shapes]
+        self._index = {shape.name: i for i, shape in enumerate(shapes)}
+
+    def _step(
+        self, first: int, group: int, count: int, run: Callable[[], Sequence[PageResult]]
+    ) -> Step:
+        return Step(first, count, count * self.shapes[group].block_bytes, run)
+
+    # ---------------------------------------------------------------- demote
+
+    def demote(self, store: TierStore, pages: Sequence[DevicePage]) -> list[Step]:
+        """Steps that copy pages into a store. Index pages come after the pages they route into."""
+
+        def run_of(run: list[DevicePage]) -> Callable[[], list[PageResult]]:
+            return lambda: self._demote(store, run)
+
+        return [
+            self._step(first, run[0].group, len(run), run_of(run))
+            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self._step_bytes)
+        ]
+
+    def _demote(self, store: TierStore, pages: list[DevicePage]) -> list[PageResult]:
+        group = pages[0].group
+        rows = store.stage(self.shapes[group].name, len(pages))
+        try:
+            taken = pages[: len(rows)]
+            digests = self._blocks.read(group, [page.block for page in taken], rows)
+        except BaseException:
+            store.discard(rows)
+            raise
+        records: list[tuple[PageRecord, Row]] = []
+        results = [PageResult(Outcome.REFUSED, reason="no room")] * len(pages)
+        wanted: list[int] = []
+        for i, (page, row, sums) in enumerate(zip(taken, rows, digests, strict=True)):
+            record = self._record(store, page, sums)
+            if record is None:
+                store.discard([row])
+                results[i] = PageResult(Outcome.REFUSED, reason="what it routes into is not there")
+            else:
+                records.append((record, row))
+                wanted.append(i)
+        for i, handle in zip(wanted, store.commit(records), strict=True):
+            if handle != NO_HANDLE:
+                results[i] = PageResult(Outcome.OK, handle)
+        return results
+
+    def _record(self, store: TierStore, page: DevicePage, sums: Digests) -> PageRecord | None:
+        dependency = 0
+        if page.address.base:
+            dependency = store.content(page.address.base)
+            if not dependency:
+                return None
+        digests = np.ascontiguousarray(sums)
+        return PageRecord(
+            page.address,
+            page.num_tokens,
+            digests,
+            content_of(digests, self._secret),
+            dependency,
+            self._clock.wall(),
+        )
+
+    # ---------------------------------------------------------------- load
+
+    def load(self, store: TierStore, pages: Sequence[LoadPage]) -> list[Step]:
+        """Steps that copy pages of a store into blocks."""
+
+        def run_of(run: list[LoadPage]) -> Callable[[], list[PageResult]]:
+            return lambda: self._load(store, run)
+
+        return [
+            self._step(first, run[0].group, len(run), run_of(run))
+            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self._step_bytes)
+        ]
+
+    def _load(self, store: TierStore, pages: list[LoadPage]) -> list[PageResult]:
+        fetched = store.fetch([page.handle for page in pages])
+        try:
+            return self._land(store, pages, fetched)
+        finally:
+            store.release(fetched)
+
+    def _land(
+        self, store: TierStore, pages: list[LoadPage], fetched: Sequence[Fetched]
+    ) -> list[PageResult]:
+        group = pages[0].group
+        results = [PageResult(one.outcome, reason=one.reason) for one in fetched]
+        there: list[tuple[int, Row, PageRecord]] = []
+        for i, (page, one) in enumerate(zip(pages, fetched, strict=True)):
+            if one.row is None or one.record is None:
+                continue
+            if one.record.address.key != page.key:
+                results[i] = PageResult(Outcome.CORRUPT, reason="another page's record")
+                store.report_corrupt(page.handle)
+            else:
+                there.append((i, one.row, one.record))
+        blocks = [pages[i].block for i, _, _ in there]
+        if not there:
+            return results
+        landed = self._blocks.write(group, blocks, [row for _, row, _ in there])
+        for (i, _, record), sums in zip(there, landed, strict=True):
+            bad = differing_layers(record.digests, sums)
+            if bad:
+                store.report_corrupt(pages[i].handle)
+                results[i] = PageResult(Outcome.CORRUPT, bad_layers=bad, reason="digests differ")
+            else:
+                results[i] = PageResult(Outcome.OK, pages[i].handle)
+        return results
+
+    # ---------------------------------------------------------------- move
+
+    def move(
+        self, source: TierStore, target: TierStore, pages: Sequence[tuple[int, str]]
+    ) -> list[Step]:
+        """Steps that copy pages, (handle, group name) each, from one store to another."""
+
+        def group_of(page: tuple[int, str]) -> int:
+            return self._index[page[1]]
+
+        def run_of(run: list[tuple[int, str]]) -> Callable[[], list[PageResult]]:
+            return lambda: _move(source, target, [handle for handle, _ in run])
+
+        return [
+            self._step(first, group_of(run[0]), len(run), run_of(run))
+            for first, run in _cut(pages, group_of, self._row_bytes, self._step_bytes)
+        ]
+
+
+def _move(source: TierStore, target: TierStore, handles: list[int]) -> list[PageResult]:
+    fetched = source.fetch(handles)
+    try:
+        results = [PageResult(one.outcome, reason=one.reason) for one in fetched]
+        there = [
+            (i, one.record, one.row)
+            for i, one in enumerate(fetched)
+            if one.record is not None and one.row is not None
+        ]
+        kept = target.commit([(record, row) for _, record, row in there])
+        for (i, _, _), handle in zip(there, kept, strict=True):
+            if handle == NO_HANDLE:
+                results[i] = PageResult(Outcome.REFUSED, reason="no room")
+            else:
+                results[i] = PageResult(Outcome.OK, handle)
+        return results
+    finally:
+        source.release(fetched)
