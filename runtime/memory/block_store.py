@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from statewise.kernels import blocks
-from statewise.kernels.interface import AttentionBackend, AttentionGeometry
+from statewise.kernels.interface import (
+    AttentionBackend,
+    AttentionGeometry,
+    EntryGeometry,
+    GroupGeometry,
+    StateGeometry,
+)
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 
 HUGE_PAGE = 2 << 20
@@ -49,7 +55,7 @@ class GroupPool:
     """One group's pool: `layers[i]` is the tensor of the group's i-th owning layer."""
 
     spec: StateGroupSpec
-    geometry: AttentionGeometry
+    geometry: GroupGeometry
     num_blocks: int
     layers: tuple[Tensor, ...]
 
@@ -59,17 +65,28 @@ class GroupPool:
         return sum(t.numel() * t.element_size() for t in self.layers)
 
 
+def _block_shape(
+    geometry: GroupGeometry, backend: AttentionBackend, num_blocks: int
+) -> tuple[int, ...]:
+    match geometry:
+        case AttentionGeometry():
+            return backend.pool_shape(geometry, num_blocks)
+        case EntryGeometry():
+            return (num_blocks, geometry.entries_per_page, geometry.dim)
+        case StateGeometry():
+            return (num_blocks, geometry.num_values)
+
+
 class DeviceStore:
     """All device pools of one model under one attention backend.
 
-    `num_blocks[g]` blocks for group g of the schema. Every group needs a geometry: groups
-    without one (compressed, recurrent) are not attention pools and raise ValueError.
+    `num_blocks[g]` blocks for group g of the schema; ValueError for a group without a geometry.
     """
 
     def __init__(
         self,
         schema: CacheSchema,
-        geometries: Mapping[str, AttentionGeometry],
+        geometries: Mapping[str, GroupGeometry],
         backend: AttentionBackend,
         num_blocks: Sequence[int],
         *,
@@ -80,25 +97,20 @@ class DeviceStore:
         pools = []
         for spec, count in zip(schema.groups, num_blocks, strict=True):
             if spec.name not in geometries:
-                raise ValueError(f"group {spec.name!r} has no attention geometry")
+                raise ValueError(f"group {spec.name!r} has no geometry")
             geometry = geometries[spec.name]
-            shape = backend.pool_shape(geometry, count)
+            shape = _block_shape(geometry, backend, count)
             layers = tuple(allocate(shape, geometry.dtype, poison=poison) for _ in spec.layers)
             pools.append(GroupPool(spec, geometry, count, layers))
         self.groups: tuple[GroupPool, ...] = tuple(pools)
 
-    def owner_index(self, layer: int) -> tuple[int, int, bool]:
-        """(group, index of the owning layer within it, whether `layer` itself owns).
-
-        KeyError where no group serves the layer.
-        """
-        for g, pool in enumerate(self.groups):
-            if layer in pool.spec.layers:
-                return g, pool.spec.layers.index(layer), True
-            owner = dict(pool.spec.shared_layers).get(layer)
-            if owner is not None:
-                return g, pool.spec.layers.index(owner), False
-        raise KeyError(layer)
+    def tensor(self, group: int, layer: int) -> Tensor:
+        """Pool tensor that `layer` reads in `group`: its own, or its owner's; KeyError if none."""
+        pool = self.groups[group]
+        owner = dict(pool.spec.shared_layers).get(layer, layer)
+        if owner not in pool.spec.layers:
+            raise KeyError(f"layer {layer} has no state in group {pool.spec.name!r}")
+        return pool.layers[pool.spec.layers.index(owner)]
 
     def copy_blocks(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks within one group, all layers; sources are read before any write."""

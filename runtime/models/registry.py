@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statewise.runtime.models.config import Fields
+from statewise.runtime.models.deepseek_config import parse_deepseek_v4
 from statewise.runtime.models.hf_dialects import PARSERS
 
 if TYPE_CHECKING:
@@ -48,7 +49,12 @@ MODULES = {
     "Gemma3ForCausalLM": GEMMA3_MODULE,
     "GptOssForCausalLM": GPT_OSS_MODULE,
 }
-ARCHITECTURES = {name: Architecture(name, PARSERS[name], MODULES[name]) for name in MODULES}
+HYBRID = {
+    "DeepseekV4ForCausalLM": (parse_deepseek_v4, "statewise.runtime.models.deepseek_v4"),
+}
+ARCHITECTURES = {name: Architecture(name, PARSERS[name], MODULES[name]) for name in MODULES} | {
+    name: Architecture(name, parse, module) for name, (parse, module) in HYBRID.items()
+}
 
 
 def find_architecture(fields: Fields) -> Architecture:

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from statewise.kernels.interface import AttentionGeometry
 from statewise.kernels.layout import block_layout_id
@@ -76,7 +77,7 @@ def group_version(config: DenseConfig, window: int, context_len: int) -> str:
     """Digest of the attention configuration that writes and reads one group's state."""
     layers = [layer for layer in config.layers if layer.window == window]
     uses_context = any(layer.rope.kind == "dynamic" for layer in layers)
-    return _digest(
+    return digest(
         {
             "layers": [asdict(layer) for layer in layers],
             "head_dim": config.head_dim,
@@ -89,9 +90,9 @@ def group_version(config: DenseConfig, window: int, context_len: int) -> str:
     )
 
 
-def model_fingerprint(config: DenseConfig, options: LoadOptions, weights_digest: str) -> str:
+def model_fingerprint(config: Any, options: LoadOptions, weights_digest: str) -> str:
     """Digest of config, compute dtype and weights."""
-    return _digest(
+    return digest(
         {"config": asdict(config), "dtype": str(options.dtype), "weights": weights_digest}
     )
 
@@ -102,6 +103,7 @@ def _group_name(window: int, num_sliding: int) -> str:
     return "window" if num_sliding == 1 else f"window{window}"
 
 
-def _digest(value: dict[str, object]) -> str:
+def digest(value: dict[str, object]) -> str:
+    """Short digest of a JSON-able object."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=VERSION_BYTES).hexdigest()

@@ -86,6 +86,14 @@ class WeightReader:
         """Whether the checkpoint holds `name`."""
         return name in self._names
 
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that the checkpoint holds."""
+        return self._source.shape(name)
+
     @property
     def wide_dtype(self) -> torch.dtype:
         """Type of what must not be rounded: float64 in a float64 model, else float32."""

@@ -33,19 +33,17 @@ def test_pools_have_one_tensor_per_owning_layer():
     assert [p.layers[0].shape[0] for p in s.groups] == [8, 5]
     per_block = 2 * 2 * 4 * 8 * 4  # K and V, heads, page, head dim, bytes
     assert s.bytes_by_group() == {"window": 2 * 8 * per_block, "full": 5 * per_block}
-    assert [s.owner_index(layer) for layer in range(4)] == [
-        (0, 0, True),
-        (1, 0, True),
-        (1, 0, False),
-        (0, 1, True),
-    ]
-    with pytest.raises(KeyError):
-        s.owner_index(4)
+    window, full = s.groups
+    assert s.tensor(0, 0) is window.layers[0]
+    assert s.tensor(0, 3) is window.layers[1]
+    assert s.tensor(1, 1) is s.tensor(1, 2) is full.layers[0]  # layer 2 shares layer 1's
+    with pytest.raises(KeyError, match="layer 1 has no state in group 'window'"):
+        s.tensor(0, 1)
 
 
 def test_a_group_without_geometry_is_refused():
     model = ToyModel(("full",))
-    with pytest.raises(ValueError, match="'full' has no attention geometry"):
+    with pytest.raises(ValueError, match="'full' has no geometry"):
         DeviceStore(model.schema, {}, TorchAttention(), (4,))
 
 
