@@ -29,7 +29,9 @@ from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
 from statewise.kernels.reference import TorchOps
 
-MAX_NATIVE_ROWS = 32  # rows up to which the native linear layer is used
+# Rows up to which the native linear layer is the faster one; measured, see docs/kernels.md.
+MAX_ROWS_TILES = 128  # bfloat16 on tile registers
+MAX_ROWS_DIRECT = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 4}
 MIN_PACKED_BYTES = 1 << 16  # smaller weights stay in cache and where they are
 
 
@@ -170,6 +172,9 @@ class CpuOps(TorchOps):
         self._gated_act = library.sw_gated_act
         self._linear = library.sw_linear
         self._pages = HugePages()
+        self._max_rows = dict(MAX_ROWS_DIRECT)
+        if native.instruction_set() == "amx":
+            self._max_rows[torch.bfloat16] = MAX_ROWS_TILES
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight)."""
@@ -236,7 +241,8 @@ class CpuOps(TorchOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., in] @ weight.T (+ bias): natively for few rows, else torch."""
         rows, stride = _flat_rows(x)
-        if rows > MAX_NATIVE_ROWS or stride < 0 or not _linear_fits(x, weight, bias):
+        few = rows <= self._max_rows.get(x.dtype, 0)
+        if not few or stride < 0 or not _linear_fits(x, weight, bias):
             return functional.linear(x, weight, bias)
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         p = abi.LinearParams()

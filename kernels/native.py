@@ -85,6 +85,7 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+@functools.cache
 def is_available() -> bool:
     """Whether the library loads (compiling it first where needed)."""
     try:

@@ -1,4 +1,4 @@
-// AMX: attention over tiles of query rows, and linear layers of 2 to 32 rows, in bfloat16.
+// AMX: attention over tiles of query rows, and linear layers of 2 to 128 rows, in bfloat16.
 //
 // Every tile register is 16 rows of 64 bytes; the configuration is loaded for each item, since
 // other libraries in the process reset it, and released at its end to keep context switches cheap.
@@ -272,7 +272,7 @@ void attend_tiles(Tile& t, const PageReader<BF16>& pages, int64_t lo, int64_t hi
 // The weights are the A operand as they lie in memory: [16 outputs][32 in]; x is packed once.
 // C = [16 outputs][16 x rows], transposed when stored.
 
-constexpr int64_t kTileMaxRows = 32;
+constexpr int64_t kTileMaxRows = 128;  // more go to torch
 
 inline bool linear_fits_tiles(const LinearParams& p) {
   const bool fits = p.rows >= 2 && p.rows <= kTileMaxRows && p.in_dim % 32 == 0;
@@ -312,13 +312,16 @@ inline void store_outputs(const LinearParams& p, int64_t n, int64_t base, float*
   }
 }
 
+// Outputs n..n+31 of x rows base..base+15, or ..base+31 (Two).
 template <bool Two>
-inline void tile_panel(const LinearParams& p, const uint16_t* x, int64_t n) {
+inline void tile_panel(const LinearParams& p, const uint16_t* packed, int64_t n, int64_t base) {
   alignas(64) float c[4][256];
   const uint16_t* w = static_cast<const uint16_t*>(p.weight) + n * p.in_dim;
   const uint16_t* w2 = w + 16 * p.in_dim;
-  const uint16_t* fetch = n + 64 <= p.out_dim ? w + 32 * p.in_dim : nullptr;
+  const bool more = base == 0 && n + 64 <= p.out_dim;
+  const uint16_t* fetch = more ? w + 32 * p.in_dim : nullptr;
   const int64_t stride = p.in_dim * 2, group = p.in_dim * 16;
+  const uint16_t* x = packed + base * p.in_dim;
   _tile_zero(0);
   _tile_zero(1);
   if (Two) {
@@ -342,13 +345,13 @@ inline void tile_panel(const LinearParams& p, const uint16_t* x, int64_t n) {
   }
   _tile_stored(0, c[0], 64);
   _tile_stored(1, c[1], 64);
-  store_outputs(p, n, 0, c[0]);
-  store_outputs(p, n + 16, 0, c[1]);
+  store_outputs(p, n, base, c[0]);
+  store_outputs(p, n + 16, base, c[1]);
   if (Two) {
     _tile_stored(2, c[2], 64);
     _tile_stored(3, c[3], 64);
-    store_outputs(p, n, 16, c[2]);
-    store_outputs(p, n + 16, 16, c[3]);
+    store_outputs(p, n, base + 16, c[2]);
+    store_outputs(p, n + 16, base + 16, c[3]);
   }
 }
 
@@ -358,10 +361,12 @@ inline int linear_tiles(const LinearParams& p, void* workspace) {
   over_panels(p.out_dim / 32, 64 * p.in_dim, [&](int64_t first, int64_t last) {
     open_tiles();
     for (int64_t i = first; i < last; ++i) {
-      if (p.rows > 16)
-        tile_panel<true>(p, x, i * 32);
-      else
-        tile_panel<false>(p, x, i * 32);
+      for (int64_t base = 0; base < p.rows; base += 32) {
+        if (p.rows - base > 16)
+          tile_panel<true>(p, x, i * 32, base);
+        else
+          tile_panel<false>(p, x, i * 32, base);
+      }
     }
     close_tiles();
   });
