@@ -238,7 +238,9 @@ class PrefixCache:
         written = self._written()
         self._recovery.complete(sequence, replay, after, written)
         if after is None and self.has_snapshots:
-            self._snapshots.repaired(sequence, TokenKey(tokens[:position]), position, written)
+            resume = sequence.num_published * self.schema.page_size
+            made = replay.write_groups if replay.end == resume else 0
+            self._snapshots.resume(sequence, TokenKey(tokens[:resume]), resume, made, written)
 
     def _written(self) -> Written:
         generations = tuple(pool.generations for pool in self.pools)
@@ -361,16 +363,18 @@ class PrefixCache:
                 self.pools[g].free(sequence.tables[g][own_from:first].copy())
             sequence.tables[g][gone_from:first] = -1
 
-    def finish(self, sequence: Sequence, tokens: Int32, num_computed: int) -> None:
+    def finish(
+        self, sequence: Sequence, tokens: Int32, num_computed: int, *, snapshot: bool = True
+    ) -> None:
         """Give back everything the request held; what it published stays cached.
 
         The trailing state at its end is kept as a checkpoint, at the exact position where the
-        model has snapshots. `num_computed` 0: nothing of it is to be kept.
+        model has snapshots and one is wanted. `num_computed` 0: nothing of it is to be kept.
         """
         lease = sequence.lease
         if lease is not None and num_computed and sequence.num_published:
             self.tree.keep(lease, sequence.num_published * self.schema.page_size)
-        if lease is not None and num_computed and self.has_snapshots:
+        if lease is not None and num_computed and snapshot and self.has_snapshots:
             key = TokenKey(tokens[:num_computed])
             self._seq += 1
             self._snapshots.end(sequence, key, num_computed, self._written())

@@ -124,9 +124,36 @@ class Snapshots:
         if back is not None:
             self._blocks.free_one(g, back)
 
-    def repaired(self, sequence: Sequence, key: TokenKey, position: int, written: Written) -> None:
-        """Share the working state at `position`, which a replay made, with the tree."""
+    def resume(
+        self, sequence: Sequence, key: TokenKey, position: int, made: int, written: Written
+    ) -> None:
+        """Make the working blocks ready for `position`, where the request goes on after replays.
+
+        A replay used them as its own: the snapshot at the position is copied in again. Where there
+        is none, the last replay made the state (groups of the bit mask `made`), and it is shared.
+        """
+        assert sequence.match is not None
+        snapshot = sequence.match.snapshot_at(position)
         wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
+        missing = []
+        for g in wanted:
+            held = snapshot.block_of(g) if snapshot is not None else None
+            if held is not None and held.stamp == written.stamps[g]:
+                self._copies.before(g, held.block, sequence.working[g])
+                continue
+            assert made >> g & 1, f"group {g}: nobody made the state at {position}"
+            missing.append(g)
+        self._share(sequence, key, position, missing, written)
+
+    def _share(
+        self,
+        sequence: Sequence,
+        key: TokenKey,
+        position: int,
+        wanted: list[int],
+        written: Written,
+    ) -> None:
+        """Hand copies of the working state at `position` to the tree, if blocks can be had."""
         try:
             taken = self._blocks.take(dict.fromkeys(wanted, 1))
         except OutOfBlocksError:
