@@ -21,6 +21,7 @@ This module does not allocate pools, choose a backend, or know what a request is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,13 +177,6 @@ class SparseKernels(Protocol):
         """
         ...
 
-    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Sum over j of softmax_j(gates) * values: [N, J, D] twice -> [N, D], channel by channel.
-
-        A gate of -inf takes its value (which must be finite) out.
-        """
-        ...
-
 
 class Ops(Protocol):
     """Small fused operations beside attention; each allocates its result unless noted."""
@@ -217,4 +211,38 @@ class Ops(Protocol):
 
     def pack(self, weight: Tensor) -> Any:
         """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
+        ...
+
+    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
+        """Sum over j of softmax_j(gates) * values: [N, J, D] twice -> [N, D], channel by channel.
+
+        A gate of -inf takes its value (which must be finite) out.
+        """
+        ...
+
+    def causal_conv(
+        self, x: Tensor, states: Tensor, weight: Tensor, starts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Silu of a depthwise convolution over each row's tokens, and the new states.
+
+        x [T, C], states [R, K-1, C] the tokens before, weight [C, K], starts [R+1] packed.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        rows: tuple[Sequence[int], Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Gated delta rule over each row's tokens, and the new states.
+
+        q, k [T, H, dk], v [T, H, dv], decay (a logarithm) and beta [T, H], states [R, H, dk, dv];
+        `rows` are ([R+1] packed starts, [R] positions of the first tokens). Stopping a row at a
+        multiple of 64 tokens and going on later changes nothing.
+        """
         ...

@@ -18,6 +18,7 @@ Shapes: T packed tokens, R rows, Hq/Hkv heads, G = Hq/Hkv, D head dim, P page si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
+from statewise.kernels.recurrent_reference import causal_conv, delta_rule
 
 QUERY_BLOCK = 256  # queries of one row scored at once: bounds the score matrix
 
@@ -235,3 +237,26 @@ class TorchOps:
     def pack(self, weight: Tensor) -> Tensor:
         """Return the weight itself."""
         return weight
+
+    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
+        """Sum of values under a softmax of gates over dimension 1."""
+        return (gates.softmax(1) * values).sum(1)
+
+    def causal_conv(
+        self, x: Tensor, states: Tensor, weight: Tensor, starts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Depthwise convolution, see `recurrent_reference`."""
+        return causal_conv(x, states, weight, starts)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        rows: tuple[Sequence[int], Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Gated delta rule, see `recurrent_reference`."""
+        return delta_rule(q, k, v, decay, beta, states, rows)

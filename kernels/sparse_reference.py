@@ -158,10 +158,6 @@ class TorchSparse:
                 out[part] = (weights @ all_keys[:, :value_dim]).to(q.dtype)
         return out
 
-    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Sum of values under a softmax of gates over dimension 1."""
-        return (gates.softmax(1) * values).sum(1)
-
 
 def needs_selection(plan: EntryPlan, top_k: int) -> bool:
     """Whether any query of the step sees more than `top_k` entries."""

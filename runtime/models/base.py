@@ -122,10 +122,6 @@ class ForwardContext(Protocol):
         """Attend q [T, H, D] -> [T, H, value_dim]; see `SparseKernels.attend`."""
         ...
 
-    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Gated sums of windows; see `SparseKernels.pool_windows`."""
-        ...
-
     def tail_windows(self, group: str, layer: int, raw: Tensor, halo_width: int) -> TailWindows:
         """Take raw rows [T, width] of the step's tokens into `group`; completed windows come out.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from statewise.runtime.models.base import ForwardContext, TailWindows
+from statewise.runtime.models.base import TailWindows
 from statewise.runtime.models.parts import RmsNorm, Rope, rope_first
 
 
@@ -53,7 +53,7 @@ class Compressor:
         self.offsets = offsets  # (kv, gate) of each half
         self.biases = [weights.half(weights.bias, h, 1) for h in range(len(offsets))]
 
-    def entries(self, windows: TailWindows, rope: Rope, ctx: ForwardContext) -> Tensor:
+    def entries(self, windows: TailWindows, rope: Rope) -> Tensor:
         """[N, D] entries of the windows."""
         values, gates = self._half(windows.current, -1)
         if len(self.offsets) == 2:
@@ -61,7 +61,7 @@ class Compressor:
             exists = windows.has_previous.view(-1, 1, 1)
             gates = torch.cat([before_gates.masked_fill(~exists, float("-inf")), gates], 1)
             values = torch.cat([before.masked_fill(~exists, 0.0), values], 1)
-        entries = self.norm(ctx.pool_windows(values, gates))
+        entries = self.norm(rope.ops.pool_windows(values, gates))
         rope.rotate(windows.starts, entries.unsqueeze(1))
         return entries
 

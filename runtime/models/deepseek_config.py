@@ -11,6 +11,7 @@ This module reads no files and no tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,108 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
         max_context_len=fields.integer("max_position_embeddings", 1048576),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config:
+    """DeepSeek-V3.2: latent attention over the tokens that an indexer chooses."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    nope_dim: int  # channels of a query head without rotation
+    rope_dim: int
+    value_dim: int
+    latent_dim: int
+    query_rank: int
+    has_bias: bool
+    index_heads: int
+    index_dim: int
+    index_top_k: int
+    is_moe: tuple[bool, ...]  # by layer
+    moe: MoeConfig
+    rope: RopeConfig
+    scale: float  # softmax scale
+    max_context_len: int
+    norm_eps: float
+    tied_embeddings: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.is_moe)
+
+
+def parse_deepseek_v32(fields: Fields) -> DeepseekV32Config:
+    """Read a DeepSeek-V3.2 config."""
+    depth = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    nope, rope_dim = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
+    index_dim = fields.integer("index_head_dim", 128)
+    if rope_dim % 2 or rope_dim > index_dim:
+        raise fields.fail(f"{rope_dim} rotary channels are not pairs within an index key")
+    new = fields.section("rope_parameters")
+    theta = fields.number("rope_theta", 10_000.0)
+    rope = scaled_rope(new if new.raw else fields.section("rope_scaling"), theta)
+    return DeepseekV32Config(
+        architecture=fields.raw["architectures"][0],
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=fields.integer("num_attention_heads"),
+        nope_dim=nope,
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim", 128),
+        latent_dim=fields.integer("kv_lora_rank", 512),
+        query_rank=fields.integer("q_lora_rank", 1536),
+        has_bias=fields.flag("attention_bias", False),
+        index_heads=fields.integer("index_n_heads", 64),
+        index_dim=index_dim,
+        index_top_k=fields.integer("index_topk", 2048),
+        is_moe=_v32_moe_layers(fields, depth),
+        moe=_v32_moe(fields),
+        rope=rope,
+        scale=(nope + rope_dim) ** -0.5 * _softmax_gain(rope) ** 2,
+        max_context_len=fields.integer("max_position_embeddings", 163840),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def _softmax_gain(rope: RopeConfig) -> float:
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+
+
+def _v32_moe_layers(fields: Fields, depth: int) -> tuple[bool, ...]:
+    types = fields.raw.get("mlp_layer_types")
+    if types is None:
+        first = fields.integer("first_k_dense_replace", 3, low=0)
+        return tuple(i >= first for i in range(depth))
+    known = {"sparse": True, "dense": False}
+    if not isinstance(types, list) or len(types) != depth or not set(types) <= set(known):
+        raise fields.fail(f"'mlp_layer_types' must list {depth} of {list(known)}, not {types!r}")
+    return tuple(known[name] for name in types)
+
+
+def _v32_moe(fields: Fields) -> MoeConfig:
+    inner = fields.integer("moe_intermediate_size")
+    experts = _experts(fields)
+    groups, chosen = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if experts["num_experts"] % groups or chosen > groups:
+        raise fields.fail(f"experts do not divide into {groups} groups, {chosen} chosen")
+    return MoeConfig(
+        **experts,
+        inner_size=inner,
+        shared_size=inner * fields.integer("n_shared_experts", 1),
+        score=_score(fields, "sigmoid"),
+        scaling=fields.number("routed_scaling_factor", 2.5),
+        normalised=fields.flag("norm_topk_prob", True),
+        num_groups=groups,
+        num_chosen_groups=chosen,
     )
 
 

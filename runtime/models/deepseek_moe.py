@@ -27,15 +27,15 @@ def swiglu(ops: Ops, limit: float) -> Activation:
     return clamped_swiglu(limit) if limit else lambda x: ops.gated_act(x, "silu")
 
 
-class SharedMlp:
-    """The expert that every token goes through; gate_up [2I, d], down [d, I]."""
+class GatedMlp:
+    """down(act(gate_up x)): a dense MLP, or the expert that every token goes through."""
 
-    def __init__(self, ops: Ops, gate_up: Tensor, down: Tensor, limit: float = 0.0) -> None:
+    def __init__(self, ops: Ops, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
         self.gate_up, self.down = Linear(ops, gate_up), Linear(ops, down)
-        self.activation = swiglu(ops, limit)
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, d] -> [T, d]."""
+        """[T, d] -> [T, d]; gate_up [2I, d], down [d, I]."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -80,7 +80,7 @@ class Router:
 class MoeBlock:
     """Router, routed experts and the shared expert."""
 
-    def __init__(self, router: Router, experts: Experts, shared: SharedMlp) -> None:
+    def __init__(self, router: Router, experts: Experts, shared: GatedMlp) -> None:
         self.router, self.experts, self.shared = router, experts, shared
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:

@@ -40,14 +40,14 @@ from statewise.runtime.models.base import (
     LoadOptions,
     TailWindows,
 )
+from statewise.runtime.models.checkpoint_weights import CheckpointWeights
 from statewise.runtime.models.compressor import Compressor, CompressorWeights, combine
 from statewise.runtime.models.config import ModelInfo, RopeConfig
 from statewise.runtime.models.deepseek_config import DENSE, SPARSE, WINDOWED, DeepseekV4Config
-from statewise.runtime.models.deepseek_moe import MoeBlock, Router, SharedMlp, swiglu
-from statewise.runtime.models.deepseek_weights import DeepseekWeights
+from statewise.runtime.models.deepseek_moe import GatedMlp, MoeBlock, Router, swiglu
+from statewise.runtime.models.deepseek_weights import EXPERT_PARTS, is_draft, published_name
 from statewise.runtime.models.hybrid import GroupDraft, HybridModel, make_schema
 from statewise.runtime.models.hyper_connections import HyperConnection, HyperHead
-from statewise.runtime.models.moe import Experts
 from statewise.runtime.models.parts import Linear, RmsNorm, Rope, TokenTable, rope_first, unit_rms
 from statewise.runtime.models.weights import WeightReader
 
@@ -58,7 +58,7 @@ TAILS = {SPARSE: "csa_tail", DENSE: "hca_tail"}
 class Builder:
     """What the parts of one model are built from."""
 
-    def __init__(self, config: DeepseekV4Config, weights: DeepseekWeights, ops: Ops) -> None:
+    def __init__(self, config: DeepseekV4Config, weights: CheckpointWeights, ops: Ops) -> None:
         self.config, self.weights, self.ops = config, weights, ops
 
     def norm(self, name: str, width: int) -> RmsNorm:
@@ -126,9 +126,9 @@ class History:
     def append(self, raw: Tensor, rope: Rope, ctx: ForwardContext) -> None:
         """Compress the windows that the tokens' raw rows [T, w] complete."""
         windows: TailWindows = ctx.tail_windows(self.tail, self.layer, raw, self.halo_width)
-        ctx.append_entries(self.kind, self.layer, self.main.entries(windows, rope, ctx))
+        ctx.append_entries(self.kind, self.layer, self.main.entries(windows, rope))
         if self.index is not None:
-            ctx.append_entries("idx", self.layer, self.index.entries(windows, rope, ctx))
+            ctx.append_entries("idx", self.layer, self.index.entries(windows, rope))
 
     def select(self, q: Tensor, weights: Tensor, ctx: ForwardContext) -> Tensor | None:
         """Entries that each token attends to, by index queries [T, HI, cI] and head weights."""
@@ -237,20 +237,13 @@ def _moe(build: Builder, prefix: str, is_hash_routed: bool) -> MoeBlock:
         table = weights.tensor(f"{prefix}.gate.tid2eid", shape, torch.int64)
     else:
         bias = weights.wide(f"{prefix}.gate.bias", [config.num_experts])
-    gate_up, down = weights.experts(
-        f"{prefix}.experts", config.num_experts, config.inner_size, hidden
-    )
-    name, inner = f"{prefix}.shared_experts", config.shared_size
-    shared = [weights.tensor(f"{name}.{part}.weight", [inner, hidden]) for part in ("w1", "w3")]
+    sizes = (config.num_experts, config.inner_size, hidden)
+    activation = swiglu(build.ops, config.limit)
+    shared = weights.gated(f"{prefix}.shared_experts", config.shared_size, hidden, EXPERT_PARTS)
     return MoeBlock(
         Router(config, gate, bias, table),
-        Experts(build.ops, gate_up, down, swiglu(build.ops, config.limit)),
-        SharedMlp(
-            build.ops,
-            torch.cat(shared),
-            weights.tensor(f"{name}.w2.weight", [hidden, inner]),
-            config.limit,
-        ),
+        weights.experts(build.ops, f"{prefix}.experts", sizes, activation, EXPERT_PARTS),
+        GatedMlp(build.ops, *shared, activation),
     )
 
 
@@ -278,7 +271,7 @@ class DeepseekV4(HybridModel):
         )
         self.norm = build.norm("norm.weight", config.hidden_size)
         drafts = group_drafts(config, options)
-        schema = make_schema(config, options, drafts, weights.finish())
+        schema = make_schema(config, options, drafts, weights.finish(is_draft))
         super().__init__(info, TokenTable(build.ops, embedding, head), drafts, schema)
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext, num_layers: int) -> Tensor:
@@ -345,4 +338,6 @@ def build_model(info: ModelInfo, reader: WeightReader, options: LoadOptions) -> 
     ops = options.ops or TorchOps()
     distinct = dict.fromkeys(config.rope_of(i) for i in range(config.num_layers))
     ropes = {r: Rope(ops, r, config.rope_dim, info.max_context_len) for r in distinct}
-    return DeepseekV4(Builder(config, DeepseekWeights(reader), ops), info, options, ropes)
+    return DeepseekV4(
+        Builder(config, CheckpointWeights(reader, published_name), ops), info, options, ropes
+    )

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 tensors under one set of names, plain or quantised.
+"""What DeepSeek-V4's checkpoints call their tensors.
 
     published                    saved by transformers          module names
     embed.weight                 model.embed_tokens.weight      model.embed_tokens.weight
@@ -7,24 +7,14 @@
     layers.0.attn.kv_norm        model.layers.0.attn.norm       model.layers.0.self_attn.kv_norm
     layers.0.ffn.experts.0.w1    model.layers.0.ffn.experts...  model.layers.0.mlp.experts.gate_up_proj
 
-Models ask for the published names. A matrix with a `.scale` beside it is dequantised: e4m3 under
-scales of 128 x 128 blocks, or four-bit pairs (mxfp4) under scales of 32 input channels.
-
-This module does not know which tensors a model needs.
+The model asks for the published names. This module reads no tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from statewise.runtime.models.mxfp4 import BLOCK, dequantise_mxfp4
-from statewise.runtime.models.weights import WeightReader
-
-FP8_BLOCK = 128
+EXPERT_PARTS = ("w1", "w3", "w2")  # gate, up, down
 # Applied in order to what another dialect calls a tensor.
 RENAMES = tuple(
     (re.compile(pattern), new)
@@ -67,64 +57,6 @@ def published_name(name: str) -> str:
     return name
 
 
-class DeepseekWeights:
-    """A reader that takes published names, whatever the checkpoint calls its tensors."""
-
-    def __init__(self, reader: WeightReader) -> None:
-        self.reader = reader
-        self._names = {published_name(name): name for name in reader.names()}
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor."""
-        return name in self._names
-
-    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor in the model's dtype or in `dtype`; ModelLoadError if it does not fit."""
-        scale = name.removesuffix(".weight") + ".scale"
-        if name.endswith(".weight") and scale in self._names:
-            return self._dequantised(name, scale, shape, dtype or self.reader.dtype)
-        return self.reader.tensor(self._names.get(name, name), shape, dtype)
-
-    def wide(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return a tensor that must not be rounded: float32 at least."""
-        return self.tensor(name, shape, self.reader.wide_dtype)
-
-    def experts(self, prefix: str, count: int, inner: int, hidden: int) -> tuple[list[Tensor], ...]:
-        """(gate_up [2I, d], down [d, I]) of every expert."""
-        stacked = f"{prefix}.gate_up_proj"
-        if stacked in self._names:
-            return (
-                list(self.tensor(stacked, [count, 2 * inner, hidden])),
-                list(self.tensor(f"{prefix}.down_proj", [count, hidden, inner])),
-            )
-        gate_up, down = [], []
-        for expert in range(count):
-            name = f"{prefix}.{expert}"
-            gate = self.tensor(f"{name}.w1.weight", [inner, hidden])
-            up = self.tensor(f"{name}.w3.weight", [inner, hidden])
-            gate_up.append(torch.cat([gate, up]))
-            down.append(self.tensor(f"{name}.w2.weight", [hidden, inner]))
-        return gate_up, down
-
-    def finish(self) -> str:
-        """Check that only draft layers are left over; fingerprint of the weights, as hex."""
-        return self.reader.finish(
-            lambda name: (
-                published_name(name).startswith("mtp.") or name.endswith("rotary_emb.inv_freq")
-            )
-        )
-
-    def _dequantised(
-        self, name: str, scale: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        rows, columns = shape
-        own, own_scale = self._names[name], self._names[scale]
-        if self.reader.shape(own) == (rows, columns // 2):
-            packed = self.reader.tensor(own, [rows, columns // 2], torch.int8).view(torch.uint8)
-            scales = self.reader.tensor(own_scale, [rows, columns // BLOCK], torch.float8_e8m0fnu)
-            return dequantise_mxfp4(packed, scales.view(torch.uint8), dtype)
-        blocks = [-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
-        values = self.reader.tensor(own, shape, torch.float32)
-        scales = self.reader.tensor(own_scale, blocks, torch.float32)
-        wide = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
-        return (values * wide.repeat_interleave(FP8_BLOCK, 1)[:, :columns]).to(dtype)
+def is_draft(name: str) -> bool:
+    """Whether a published name belongs to the layers that draft tokens, which are not run."""
+    return name.startswith("mtp.")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statewise.runtime.models.config import Fields
-from statewise.runtime.models.deepseek_config import parse_deepseek_v4
+from statewise.runtime.models.deepseek_config import parse_deepseek_v4, parse_deepseek_v32
 from statewise.runtime.models.hf_dialects import PARSERS
+from statewise.runtime.models.qwen3_next_config import parse_qwen3_next
 
 if TYPE_CHECKING:
     from statewise.runtime.models.base import CausalLM, LoadOptions
@@ -49,8 +50,10 @@ MODULES = {
     "Gemma3ForCausalLM": GEMMA3_MODULE,
     "GptOssForCausalLM": GPT_OSS_MODULE,
 }
-HYBRID = {
+HYBRID: dict[str, tuple[Callable[[Fields], Any], str]] = {
+    "DeepseekV32ForCausalLM": (parse_deepseek_v32, "statewise.runtime.models.deepseek_v32"),
     "DeepseekV4ForCausalLM": (parse_deepseek_v4, "statewise.runtime.models.deepseek_v4"),
+    "Qwen3NextForCausalLM": (parse_qwen3_next, "statewise.runtime.models.qwen3_next"),
 }
 ARCHITECTURES = {name: Architecture(name, PARSERS[name], MODULES[name]) for name in MODULES} | {
     name: Architecture(name, parse, module) for name, (parse, module) in HYBRID.items()

