@@ -280,6 +280,11 @@ class RpcClient:
         """Return the engine's counters and gauges."""
         return dict(self.ask("stats"))
 
+    def update_weights(self, model_path: str, *, weight_version: str = "") -> dict[str, Any]:
+        """Go on with other weights of the same architecture; running requests go on with them."""
+        asked = {"model_path": model_path, "weight_version": weight_version}
+        return dict(self.ask("update_weights", asked))
+
     def ask(self, op: str, args: dict[str, Any] | None = None) -> Any:
         """Ask a question by its name (docs/rpc.md). Raises BackendError without an answer."""
         call_id, frame = self._session.question(op, args or {})
@@ -382,6 +387,11 @@ class AsyncRpcClient:
     async def stats(self) -> dict[str, Any]:
         """See `RpcClient.stats`."""
         return dict(await self.ask("stats"))
+
+    async def update_weights(self, model_path: str, *, weight_version: str = "") -> dict[str, Any]:
+        """See `RpcClient.update_weights`."""
+        asked = {"model_path": model_path, "weight_version": weight_version}
+        return dict(await self.ask("update_weights", asked))
 
     async def ask(self, op: str, args: dict[str, Any] | None = None) -> Any:
         """See `RpcClient.ask`."""

@@ -64,6 +64,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         _help("model", "type of weights and activations", "auto", "float32", "bfloat16", "float16"),
     ] = "auto"
     kv_cache_dtype: Annotated[str, _help("model", "type of cached state; auto: dtype")] = "auto"
+    weight_version: Annotated[str, _help("model", "how answers name the weights")] = "default"
     context_length: Annotated[
         int, _count("model", "longest prompt plus output, in tokens; 0: the model's")
     ] = 0

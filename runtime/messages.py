@@ -118,6 +118,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     num_retractions: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    weight_version: str = "default"  # of the weights that computed the newest token
 
 
 # (logprob, token id)
@@ -185,8 +186,8 @@ class StopMatched(Message, frozen=True):
 class ControlRequest(Message, frozen=True):
     """A question to one process.
 
-    To the scheduler, op is flush | stats | match | cache_dump | ping; to the tokenizer, tokenize |
-    detokenize | ping.
+    To the scheduler, op is flush | stats | match | cache_dump | update_weights | ping; to the
+    tokenizer, tokenize | detokenize | ping.
     """
 
     call_id: str

@@ -27,8 +27,6 @@ from statewise.runtime.messages import (
     Usage,
 )
 
-WEIGHT_VERSION = "default"
-
 
 class ResponseBuilder:
     """Gathers one request's deltas; `response` shows them."""
@@ -79,7 +77,7 @@ class ResponseBuilder:
                 "host": report.loaded if report else 0,
                 "storage": 0,
             },
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.usage.weight_version,
             "num_retractions": self.usage.num_retractions,
             "queue_time": self.usage.queue_s,
             "prefill_time": self.usage.prefill_s,

@@ -128,6 +128,14 @@ class PrefixCache:
         """Changes whenever a lookup may answer differently."""
         return self.tree.version, self._seq
 
+    def expect(self, schema: CacheSchema, weights_epoch: int) -> None:
+        """Other weights, versions or layouts from now on: older state is not found any more.
+
+        No flush and no scan: it is replaced or evicted in time. Nothing may be running.
+        """
+        assert not self._live, "running requests hold state of the old weights"
+        self.validity.expect(schema, weights_epoch)
+
     # ---------------------------------------------------------------- lookup and begin
 
     def lookup(

@@ -121,13 +121,17 @@ def build_runtime(
         context_length=args.context_length,
         ops=ops,
     )
-    model = load_model(args.model_path, options, progress)
+
+    def load(path: str) -> CausalLM:
+        return load_model(path, options, progress)
+
+    model = load(args.model_path)
     pools = plan_pools(model.schema, _sizing(args, model))
     store = DeviceStore(
         model.schema, model.geometries(), backend, pools.num_blocks, poison=args.audit
     )
     cache = _grammar_cache(args, model, tokenizer)
-    worker = ModelRunner(model, store, backend, cache)
+    worker = ModelRunner(model, store, backend, cache, load)
     warm_up(worker, model)
     return _built(args, info, worker, pools, cache)
 

@@ -130,6 +130,8 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._outbox: list[TokenDelta] = []
         self._num_added = 0
+        self.weights_epoch = 0
+        self.weight_version = args.weight_version
 
     # ---------------------------------------------------------------- requests in
 
@@ -248,7 +250,7 @@ class EngineCore:
                 logprobs=tuple(request.logprobs),
                 prompt_logprobs=prompt_logprobs,
                 finish=finish,
-                usage=request.usage(),
+                usage=request.usage(self.weight_version),
                 report=request.report if finish is not None or first else None,
                 sampling=request.message.sampling if first else None,
             )
@@ -364,6 +366,28 @@ class EngineCore:
                 request.become(RequestStatus.WAITING)
                 self.scheduler.add(request)
 
+    # ---------------------------------------------------------------- weights
+
+    def update_weights(self, model_path: str = "", weight_version: str = "") -> dict[str, Any]:
+        """Go on with other weights of the same architecture; `model_path` empty: read them again.
+
+        Cached state of the old weights is unusable at once, without a flush and without a scan.
+        Running requests keep their tokens and compute their state again. `weight_version` names the
+        weights in answers. Raises OperatingError where they cannot be loaded or do not fit; nothing
+        has changed then.
+        """
+        schema = self.worker.update_weights(model_path or self.args.model_path)
+        num_paused = self.scheduler.restart_running()
+        self.weights_epoch += 1
+        self.cache.expect(schema, self.weights_epoch)
+        self.weight_version = weight_version or self.weight_version
+        return {
+            "num_paused_requests": num_paused,
+            "weights_epoch": self.weights_epoch,
+            "weight_version": self.weight_version,
+            "model_fingerprint": schema.model_fingerprint,
+        }
+
     # ---------------------------------------------------------------- questions
 
     def match(self, input_ids: Int32, cache: CacheOptions) -> dict[str, Any]:
@@ -395,6 +419,8 @@ class EngineCore:
             "num_open": len(self._requests),
             "num_preemptions": self.scheduler.num_preemptions,
             "max_sequence_len": self.max_sequence_len,
+            "weights_epoch": self.weights_epoch,
+            "weight_version": self.weight_version,
             "pools": self.cache.pool_stats(),
             "counters": self.counters.as_dict(),
             "blocked": {r.rid: r.blocked_reason for r in list(waiting.values())[:32]},

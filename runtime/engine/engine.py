@@ -35,7 +35,6 @@ from statewise.runtime.messages import (
     TokenizedRequest,
     pack_ids,
 )
-from statewise.runtime.response import WEIGHT_VERSION
 from statewise.runtime.server import requests as checks
 from statewise.runtime.tokenizer.facts import facts_of
 from statewise.runtime.tokenizer.load import load_tokenizer
@@ -183,6 +182,13 @@ class Engine:
         """Return the tree as data."""
         return self._loop.call(lambda core: core.cache_dump())
 
+    def update_weights_from_disk(self, model_path: str, weight_version: str = "") -> dict[str, Any]:
+        """Go on with other weights of the same architecture; running requests go on with them.
+
+        Raises OperatingError where they cannot be loaded or do not fit; nothing has changed then.
+        """
+        return self._loop.call(lambda core: core.update_weights(model_path, weight_version))
+
     def abort(self, rid: str = "") -> None:
         """End a request by its id; empty: all."""
         self._loop.abort(rid)
@@ -194,7 +200,7 @@ class Engine:
             "tokenizer_path": self.args.tokenizer_path or self.args.model_path,
             "served_model_name": self.args.served_model_name or self._info["model_name"],
             "is_generation": True,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self._loop.call(lambda core: core.weight_version),
             **({} if self._tokenizer is None else facts_of(self._tokenizer)),
             **self._info,
         }

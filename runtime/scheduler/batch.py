@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.schema import CacheSchema
 from statewise.runtime.sampling_params import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -146,4 +147,12 @@ class Worker(Protocol):
 
     def release(self, request_id: str) -> None:
         """Forget per-request state (grammar); called once per finished request."""
+        ...
+
+    def update_weights(self, model_path: str) -> CacheSchema:
+        """Compute with other weights of the same architecture from the next step on.
+
+        Returns the schema that names them. Raises OperatingError where they cannot be loaded or
+        do not fit the pools; nothing has changed then.
+        """
         ...

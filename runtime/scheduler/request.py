@@ -141,7 +141,7 @@ class Request:
             return FinishReason("length")
         return None
 
-    def usage(self) -> Usage:
+    def usage(self, weight_version: str) -> Usage:
         """Counts for the client."""
         started = self.admitted_at if self.admitted_at >= 0 else self.arrival
         first = self.first_token_at if self.first_token_at >= 0 else started
@@ -152,4 +152,5 @@ class Request:
             num_retractions=self.num_retractions,
             queue_s=started - self.arrival,
             prefill_s=first - started,
+            weight_version=weight_version,
         )

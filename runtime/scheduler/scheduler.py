@@ -91,8 +91,8 @@ class Scheduler:
         self.cache.finish(request.sequence, request.tokens, kept, snapshot=kept % unit == 0)
         request.sequence = None
 
-    def _preempt(self, victim: Request) -> None:
-        self._end_sequence(victim, keep_state=True)
+    def _preempt(self, victim: Request, *, keep_state: bool = True) -> None:
+        self._end_sequence(victim, keep_state=keep_state)
         victim.num_computed = 0
         victim.lookup = None
         victim.replays.clear()
@@ -103,7 +103,15 @@ class Scheduler:
         self.running.remove(victim)
         self.waiting[victim.rid] = victim
         self.num_preemptions += 1
-        self.admission.reserve.preempted()
+        if keep_state:
+            self.admission.reserve.preempted()
+
+    def restart_running(self) -> int:
+        """Preempt all running requests, forgetting what they computed; returns how many."""
+        victims = list(self.running)
+        for request in reversed(victims):
+            self._preempt(request, keep_state=False)
+        return len(victims)
 
     # ---------------------------------------------------------------- one step
 

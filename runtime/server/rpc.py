@@ -275,11 +275,15 @@ class RpcEndpoint:
             return {"status": self._service.state}
         if op == "match":
             args = await self._match_args(args)
+        if op == "update_weights":
+            return await self._service.update_weights(
+                str(args.get("model_path", "")), str(args.get("weight_version", ""))
+            )
         if op in SCHEDULER_OPS:
             return await broker.call(links.SCHEDULER, op, args)
         if op in TOKENIZER_OPS:
             return await broker.call(links.TOKENIZER, op, args)
-        known = ", ".join(("ping", *SCHEDULER_OPS, *TOKENIZER_OPS))
+        known = ", ".join(("ping", "update_weights", *SCHEDULER_OPS, *TOKENIZER_OPS))
         raise InvalidRequestError(f"unknown operation {op!r}; known: {known}")
 
     async def _match_args(self, args: dict[str, Any]) -> dict[str, Any]:

@@ -83,12 +83,23 @@ class Engine(Protocol):
         """Return the tree as data."""
         ...
 
+    def update_weights(self, model_path: str, weight_version: str) -> dict[str, Any]:
+        """Go on with other weights of the same architecture."""
+        ...
+
 
 class MatchArgs(msgspec.Struct):
     """Arguments of the operation `match`; the ids were checked where the question entered."""
 
     input_ids: list[int]
     salt: str = ""
+
+
+class UpdateWeightsArgs(msgspec.Struct):
+    """Arguments of the operation `update_weights`."""
+
+    model_path: str
+    weight_version: str = ""
 
 
 class SchedulerLoop:
@@ -179,6 +190,9 @@ class SchedulerLoop:
                 return self._engine.stats()
             case "cache_dump":
                 return self._engine.cache_dump()
+            case "update_weights":
+                wanted = msgspec.json.decode(args, type=UpdateWeightsArgs)
+                return self._engine.update_weights(wanted.model_path, wanted.weight_version)
             case "match":
                 asked = msgspec.json.decode(args, type=MatchArgs)
                 ids = np.asarray(asked.input_ids, dtype=np.int32)

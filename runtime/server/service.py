@@ -14,9 +14,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
-from statewise.runtime.errors import OperatingError, RefusedError
+from statewise.runtime.errors import InvalidRequestError, OperatingError, RefusedError
 from statewise.runtime.messages import GenerateRequest, pack_ids
 from statewise.runtime.sampling_params import SamplingParams
 from statewise.runtime.server import links
@@ -25,6 +27,7 @@ from statewise.runtime.server.metrics import Metrics
 from statewise.runtime.server.supervisor import ServerState, Supervisor
 
 PROBE_TIMEOUT_S = 20.0
+UPDATE_TIMEOUT_S = 1800.0  # to read and prepare the weights of a large model
 SECRET_SETTINGS = ("api_key", "admin_api_key", "rpc_secret_key_file")
 
 log = logging.getLogger(__name__)
@@ -130,6 +133,35 @@ class Service:
             for name in self.args.__struct_fields__
             if name not in SECRET_SETTINGS
         }
+
+    # ------------------------------------------------------------- weights
+
+    async def update_weights(
+        self, model_path: str, weight_version: str = "", *, abort_all: bool = False
+    ) -> dict[str, Any]:
+        """Go on with other weights of the same architecture, and with them after a restart, too.
+
+        Raises OperatingError where they cannot be loaded or do not fit; nothing has changed then.
+        """
+        if not model_path:
+            raise InvalidRequestError("'model_path' must name a directory, a file or a known model")
+        if abort_all:
+            self.broker.abort_client_rid("", "the weights are being updated")
+        asked = {"model_path": model_path, "weight_version": weight_version}
+        result: dict[str, Any] = await self.broker.call(
+            links.SCHEDULER, "update_weights", asked, UPDATE_TIMEOUT_S
+        )
+        self.args = msgspec.structs.replace(
+            self.args,
+            model_path=model_path,
+            tokenizer_path=self.args.tokenizer_path or self.args.model_path,
+            served_model_name=self.model_name,
+            weight_version=result["weight_version"],
+        )
+        assert self.supervisor is not None
+        self.supervisor.use(self.args)
+        log.info("weights are those of %s now", model_path)
+        return result
 
     # ------------------------------------------------------------- probing
 

@@ -153,6 +153,10 @@ class Supervisor:
         process.last_seen = self._clock.monotonic()
         self._listener.process_started(process.name, spec.inboxes[process.name])
 
+    def use(self, args: ServerArgs) -> None:
+        """Start processes with these settings from now on."""
+        self._args = args
+
     # ------------------------------------------------------------- signs of life
 
     def ready(self, message: Ready) -> None:

@@ -17,7 +17,8 @@ Shapes: T packed tokens, N positions with logits, V vocabulary, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from statewise.kernels.interface import AttentionBackend
+from statewise.radix.schema import CacheSchema
 from statewise.runtime.errors import InvalidRequestError
 from statewise.runtime.memory.block_store import DeviceStore
 from statewise.runtime.models.base import CausalLM
@@ -58,8 +60,11 @@ class ModelRunner:
         store: DeviceStore,
         backend: AttentionBackend,
         grammars: GrammarCache | None = None,
+        load: Callable[[str], CausalLM] | None = None,
     ) -> None:
+        """`load` reads a model from a path, under the same options as `model` was."""
         self.model = model
+        self._load = load
         self.store = store
         self.backend = backend
         self._router = LayerRouter(store)
@@ -90,6 +95,21 @@ class ModelRunner:
     def checksums(self, group: int, blocks: Int32) -> NDArray[np.uint64]:
         """[num_blocks, num_layers_of_group] digests of the blocks' bytes (audit)."""
         return self.store.digests(group, blocks)
+
+    def update_weights(self, model_path: str) -> CacheSchema:
+        """Run another checkpoint of the same architecture from now on; returns its schema.
+
+        Raises ModelLoadError, or InvalidRequestError where its state would not fit the pools.
+        Both models are in memory while the new one loads.
+        """
+        if self._load is None:
+            raise InvalidRequestError("this worker does not know how to load weights")
+        model = self._load(model_path)
+        difference = _difference(self.model, model)
+        if difference:
+            raise InvalidRequestError(f"{model_path} cannot replace the weights: {difference}")
+        self.model = model
+        return model.schema
 
     def release(self, request_id: str) -> None:
         """Forget the request's grammar state."""
@@ -180,6 +200,25 @@ class ModelRunner:
                 chosen=row.prompt_logprob_token_ids,
             )
         return tuple(out), ""
+
+
+def _difference(old: CausalLM, new: CausalLM) -> str:
+    """Say why state of `new` does not fit the pools of `old`; empty where it does."""
+    if new.architecture != old.architecture:
+        return f"its architecture is {new.architecture}, not {old.architecture}"
+    if new.vocab_size != old.vocab_size:
+        return f"its vocabulary has {new.vocab_size} tokens, not {old.vocab_size}"
+    if new.max_context_len < old.max_context_len:
+        return f"its context is {new.max_context_len} tokens, not {old.max_context_len}"
+    if _shape_of(new.schema) != _shape_of(old.schema) or new.geometries() != old.geometries():
+        return "its layers or the layout of their state differ"
+    return ""
+
+
+def _shape_of(schema: CacheSchema) -> CacheSchema:
+    """A schema without what names the weights and the attention's version."""
+    groups = tuple(replace(group, version="") for group in schema.groups)
+    return replace(schema, model_fingerprint="", groups=groups)
 
 
 def _slices(items: Sequence[int], size: int) -> Iterable[list[int]]:

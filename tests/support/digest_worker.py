@@ -112,6 +112,10 @@ class DigestWorker:
         total: U64 = (words * ODD[: words.shape[2]]).sum(axis=2, dtype=np.uint64)
         return mix(total.T, 99)
 
+    def update_weights(self, model_path: str) -> CacheSchema:
+        """Nothing to load: whose state a request computes is decided by `owner_of`."""
+        return self.schema
+
     def release(self, request_id: str) -> None:
         """Count releases: each request exactly once."""
         assert request_id not in self.released, f"{request_id} is released twice"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.runtime.errors import ModelLoadError
 from statewise.runtime.messages import (
     CacheOptions,
     FinishReason,
@@ -147,6 +148,12 @@ class EchoEngine:
             "pools": {"full": {"total": 10, "free": 10, "running": 0}},
             "counters": {"num_steps": 1, "prompt_tokens": 0, "levels": {"none": 1}},
         }
+
+    def update_weights(self, model_path: str, weight_version: str) -> dict[str, Any]:
+        """Nothing to load; a path with "missing" in it is missing."""
+        if "missing" in model_path:
+            raise ModelLoadError(f"{model_path}: no such directory")
+        return {"num_paused_requests": 0, "weight_version": weight_version or "default"}
 
     def cache_dump(self) -> dict[str, Any]:
         return {"nodes": []}

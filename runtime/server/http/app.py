@@ -37,6 +37,7 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/v1/loads", control.loads, ("GET",)),
     ("/flush_cache", control.flush_cache, ("GET", "POST")),
     ("/abort_request", control.abort_request, ("POST",)),
+    ("/update_weights_from_disk", control.update_weights, ("POST",)),
     ("/cache", control.cache_dump, ("GET",)),
     ("/tokenize", control.tokenize, ("POST",)),
     ("/detokenize", control.detokenize, ("POST",)),

@@ -85,7 +85,7 @@ async def model_info(request: Request) -> Response:
             "tokenizer_path": service.args.tokenizer_path or service.args.model_path,
             "served_model_name": service.model_name,
             "is_generation": True,
-            "weight_version": "default",
+            "weight_version": service.args.weight_version,
             **service.info(links.TOKENIZER),
             **facts,
         }
@@ -172,6 +172,32 @@ async def abort_request(request: Request) -> Response:
     rid = "" if body.abort_all else body.rid or ""
     num = service.broker.abort_client_rid(rid, "aborted by a request")
     return JsonResponse({"aborted": num})
+
+
+class UpdateWeightsBody(msgspec.Struct):
+    """Which weights to go on with."""
+
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
+async def update_weights(request: Request) -> Response:
+    """Go on with other weights of the same architecture; cached state of the old ones is unusable.
+
+    Running requests keep their tokens and go on with the new weights, unless they are to be
+    aborted. 400 where the weights cannot be loaded or do not fit; nothing has changed then.
+    """
+    service = _service(request)
+    body = await read_json(request, UpdateWeightsBody, service.args.max_body_bytes)
+    try:
+        result = await service.update_weights(
+            body.model_path, body.weight_version or "", abort_all=body.abort_all_requests
+        )
+    except InvalidRequestError as error:
+        answer = {"success": False, "message": str(error), "num_paused_requests": 0}
+        return JsonResponse(answer, status_code=400)
+    return JsonResponse({"success": True, "message": "the weights were updated", **result})
 
 
 # ----------------------------------------------------------------- tokens

@@ -15,7 +15,7 @@ from statewise.runtime.server.http.errors import response_of
 from statewise.runtime.server.service import Service
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")
-ADMIN_PATHS = ("/flush_cache", "/cache")
+ADMIN_PATHS = ("/flush_cache", "/cache", "/update_weights_from_disk")
 
 log = logging.getLogger("statewise.access")
 

@@ -117,6 +117,9 @@ def test_scheduler_aborts_one_or_all_and_ignores_the_ended(child: FakeChild) -> 
         ("cache_dump", {}, ""),
         ("match", {"input_ids": [1, 2]}, ""),
         ("match", {}, "input_ids"),
+        ("update_weights", {"model_path": "there", "weight_version": "v2"}, ""),
+        ("update_weights", {"model_path": "missing"}, "no such directory"),
+        ("update_weights", {}, "model_path"),
         ("explode", {}, "unknown operation"),
     ],
 )
