@@ -33,7 +33,7 @@ from statewise.runtime.tiers.disk_open import Opened, open_directory
 from statewise.runtime.tiers.disk_read import Place, Result, read_run, read_stored, runs_of
 from statewise.runtime.tiers.extents import EXTENT_HEADER_BYTES, Extent
 from statewise.runtime.tiers.files import Files
-from statewise.runtime.tiers.health import OFFLINE, RETRY_S, Health
+from statewise.runtime.tiers.health import RETRY_S, Health
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageRecord
 from statewise.runtime.tiers.record import RecordError, header_bytes
 from statewise.runtime.tiers.store import NO_HANDLE, Counters, Fetched, Outcome, TierStatus
@@ -98,7 +98,7 @@ class DiskTier:
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """See `TierStore`."""
-        if self._health.state == OFFLINE and not self._health.may_read():
+        if self._health.is_down:
             return [NO_HANDLE] * len(keys)
         return self._catalog.find(keys)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from statewise.runtime.tiers.page import ALIGNMENT, KEY_BYTES
+
 FORMAT = 1
 APPLICATION_ID = 0x53574958  # "SWIX"
 FILE_NAME = "index.sqlite"
@@ -189,6 +191,18 @@ class DiskIndex:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def is_plausible(row: IndexRow) -> bool:
+    """Whether a row could have been written: a damaged index may hold anything."""
+    sizes = (row.offset, row.header_bytes, row.record_bytes)
+    return (
+        len(row.key) == KEY_BYTES
+        and all(size > 0 and size % ALIGNMENT == 0 for size in sizes)
+        and row.header_bytes <= row.record_bytes
+        and 0 <= row.codec < 1 << 16
+        and 0 <= row.sealing < 1 << 16
+    )
 
 
 def remove_index(directory: Path) -> None:

@@ -25,6 +25,7 @@ from statewise.runtime.tiers.disk_index import (
     ExtentRow,
     IndexRow,
     IndexUnusableError,
+    is_plausible,
     remove_index,
 )
 from statewise.runtime.tiers.extents import Extent, Extents
@@ -80,10 +81,8 @@ def open_directory(directory: Path, files: Files, bodies: Bodies, counters: Coun
         check_is_ours(directory)
         _write_format(directory)
         files.make_directory(directory / EXTENTS)
-        index = _open_index(directory, counters)
-        extents = Extents(directory / EXTENTS, files)
-        rows = _take_stock(extents, index, files, counters)
-    except (OSError, sqlite3.Error) as error:
+        index, extents, rows = _open_all(directory, files, counters)
+    except (OSError, sqlite3.Error, IndexUnusableError) as error:
         lock.release()
         raise TierError(f"disk cache directory {directory}: {error}") from error
     except BaseException:
@@ -101,18 +100,27 @@ def _write_format(directory: Path) -> None:
         path.write_text(json.dumps(FORMAT) + "\n")
 
 
-def _open_index(directory: Path, counters: Counters) -> DiskIndex:
+def _open_all(
+    directory: Path, files: Files, counters: Counters
+) -> tuple[DiskIndex, Extents, list[IndexRow]]:
+    """Index, extents and usable rows; an index that cannot be used is made anew."""
     path = directory / FILE_NAME
-    if not path.exists():
-        path.touch(mode=FILE_MODE)
+    index: DiskIndex | None = None
     try:
-        return DiskIndex(path)
-    except IndexUnusableError as error:
+        path.touch(mode=FILE_MODE)
+        index = DiskIndex(path)
+        extents = Extents(directory / EXTENTS, files)
+        return index, extents, _take_stock(extents, index, files, counters)
+    except (IndexUnusableError, sqlite3.Error) as error:
         logger.warning("the index of %s is made anew: %s", directory, error)
         counters.add("index_rebuilt")
-        remove_index(directory)
-        path.touch(mode=FILE_MODE)
-        return DiskIndex(path)
+    if index is not None:
+        index.close()
+    remove_index(directory)
+    path.touch(mode=FILE_MODE)
+    index = DiskIndex(path)
+    extents = Extents(directory / EXTENTS, files)
+    return index, extents, _take_stock(extents, index, files, counters)
 
 
 def _take_stock(
@@ -164,7 +172,11 @@ def _within(
     extent: Extent, rows: list[IndexRow], index: DiskIndex, counters: Counters
 ) -> list[IndexRow]:
     """Rows that lie within the file."""
-    whole = [row for row in rows if row.offset + row.record_bytes <= extent.size_bytes]
+    whole = [
+        row
+        for row in rows
+        if is_plausible(row) and row.offset + row.record_bytes <= extent.size_bytes
+    ]
     if len(whole) < len(rows):
         counters.add("corrupt", len(rows) - len(whole))
         counters.add("corrupt_truncated", len(rows) - len(whole))

@@ -42,6 +42,11 @@ class Health:
         """The word of status and metrics."""
         return self._state
 
+    @property
+    def is_down(self) -> bool:
+        """Offline, and not yet due to be tried again. Asking changes nothing."""
+        return self._state == OFFLINE and self._clock.monotonic() < self._retry_at
+
     def may_read(self) -> bool:
         """Whether to try a read now."""
         return self._state != OFFLINE or self._is_retry()

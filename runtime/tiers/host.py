@@ -102,6 +102,7 @@ class HostTier:
         self._handles = HandleSource()
         self._dropped: list[tuple[int, bytes]] = []
         self._counters = Counters()
+        self.version = 0  # changes whenever a page was added
 
     # ---------------------------------------------------------------- control plane
 
@@ -233,6 +234,7 @@ class HostTier:
             kept = _Kept(handle, record, slots, row.slot)
             slots.order[handle] = kept
             self._by_handle[handle] = self._by_key[record.address.key] = kept
+            self.version += 1
             self._counters.add("pages_written")
             self._counters.add("bytes_written", row.size)
             return handle

@@ -134,6 +134,7 @@ class RemoteTier:
         self._by_key: dict[bytes, _Known] = {}
         self._handles = HandleSource()
         self._dropped: list[tuple[int, bytes]] = []
+        self._distrusted: set[bytes] = set()  # keys of objects found damaged
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
             NUM_CONNECTIONS, thread_name_prefix="remote"
         )
@@ -142,7 +143,7 @@ class RemoteTier:
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """See `TierStore`. Pages nobody wrote or probed here are not known."""
-        if self._health.state == OFFLINE and not self._health.may_read():
+        if self._health.is_down:
             return [NO_HANDLE] * len(keys)
         with self._lock:
             found = (self._by_key.get(key) for key in keys)
@@ -172,8 +173,15 @@ class RemoteTier:
             self._forget(handle, tell=False)
 
     def report_corrupt(self, handle: int) -> None:
-        """See `TierStore`. The object is deleted when an I/O thread next writes."""
+        """See `TierStore`. The object is not believed again before it is written anew."""
         self._counters.add("corrupt")
+        self._distrust(handle)
+
+    def _distrust(self, handle: int) -> None:
+        with self._lock:
+            known = self._by_handle.get(handle)
+            if known is not None:
+                self._distrusted.add(known.key)
         self._forget(handle, tell=True)
 
     def pop_dropped(self) -> list[tuple[int, bytes]]:
@@ -204,6 +212,7 @@ class RemoteTier:
 
     def _learn(self, page: PageRecord) -> int:
         with self._lock:
+            self._distrusted.discard(page.address.key)
             known = self._by_key.get(page.address.key)
             if known is None:
                 handle = self._handles.take(self._by_handle)
@@ -269,6 +278,8 @@ class RemoteTier:
     def _probe(self, address: PageAddress) -> Outcome:
         if address.key in self._by_key:
             return Outcome.OK
+        if address.key in self._distrusted:
+            return Outcome.MISSING
         shape = self._shapes[address.group]
         size = header_bytes(shape.name, shape.stamp, shape.num_layers)
         got = self._get(address.key, size)
@@ -320,7 +331,7 @@ class RemoteTier:
         except RecordError as error:
             self.discard([row])
             self._count_corrupt(error)
-            self._forget(handle, tell=True)
+            self._distrust(handle)
             return Fetched(handle, Outcome.CORRUPT, reason=str(error))
         self._counters.add("pages_read")
         self._counters.add("bytes_read", row.size)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from statewise.radix.key import Namespace
 from statewise.radix.stamp import Stamp
 from statewise.runtime.tiers.body import Bodies
@@ -42,9 +44,9 @@ class ManualClock:
         return self.now
 
 
-def tokens_of(seed: int, pages: int) -> bytes:
+def tokens_of(seed: int, pages: int, page_size: int = PAGE) -> bytes:
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 1000, pages * PAGE, dtype=np.int32).tobytes()
+    return rng.integers(0, 1000, pages * page_size, dtype=np.int32).tobytes()
 
 
 def addresses(
@@ -52,7 +54,7 @@ def addresses(
 ) -> list[PageAddress]:
     """Addresses of the first `count` pages of a sequence."""
     chain = PrefixChain(Namespace(salt), shape.page_size, secret)
-    chain.extend(tokens_of(seed, count))
+    chain.extend(tokens_of(seed, count, shape.page_size))
     return [chain.address(shape, page) for page in range(count)]
 
 
@@ -63,15 +65,23 @@ def payload_of(address: PageAddress, shape: GroupShape) -> NDArray[np.uint8]:
 
 
 def record_of(
-    address: PageAddress, shape: GroupShape, payload: NDArray[np.uint8], secret: bytes = b""
+    address: PageAddress,
+    shape: GroupShape,
+    payload: NDArray[np.uint8],
+    secret: bytes = b"",
+    created_s: float = 1000.0,
 ) -> PageRecord:
     digests = layer_digests(payload, shape.num_layers)
     content = content_of(digests, secret)
-    return PageRecord(address, shape.page_size, digests, content, 0, 1000.0)
+    return PageRecord(address, shape.page_size, digests, content, 0, created_s)
 
 
 def store_pages(
-    store: TierStore, where: Sequence[PageAddress], shape: GroupShape = FULL, secret: bytes = b""
+    store: TierStore,
+    where: Sequence[PageAddress],
+    shape: GroupShape = FULL,
+    secret: bytes = b"",
+    created_s: float = 1000.0,
 ) -> list[int]:
     """Put pages with their right payloads; handles."""
     pages: list[tuple[PageRecord, Row]] = []
@@ -79,7 +89,7 @@ def store_pages(
     for address, row in zip(where, rows, strict=False):
         payload = payload_of(address, shape)
         row.data[:] = payload
-        pages.append((record_of(address, shape, payload, secret), row))
+        pages.append((record_of(address, shape, payload, secret, created_s), row))
     return store.commit(pages)
 
 
@@ -115,7 +125,7 @@ def open_disk(
     bodies: Bodies | None = None,
     files: Files | None = None,
     shapes: Sequence[GroupShape] = SHAPES,
-    **options: float,
+    **options: Any,
 ) -> DiskTier:
-    chosen = DiskOptions(budget, extent, **options)  # type: ignore[arg-type]
+    chosen = DiskOptions(budget, extent, **options)
     return DiskTier(directory, shapes, chosen, clock or ManualClock(), bodies, files)

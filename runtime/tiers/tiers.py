@@ -1,0 +1,342 @@
+"""All slower tiers of one engine, as the prefix cache uses them.
+
+    find        addresses -> where each page is, fastest first
+    demote      device blocks -> a tier                 write-behind; None where it is refused
+    load        a tier -> device blocks                 confirmed by digests
+    prefetch    disk or remote -> host                  so that a later load is short
+    probe       ask the remote store what it has
+    poll        deliver what ended; keep the host's oldest pages copied on disk
+
+An index page is found only where the content it was built over is: its group's entries would route
+into something else. `pop_dropped` says which copies are gone and where the same page still is.
+
+This module decides nothing about requests: the planner does, with the figures in `status`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from statewise.radix.key import Namespace
+from statewise.radix.segment import Tier
+from statewise.runtime.clock import Clock
+from statewise.runtime.tiers.body import Bodies, Keys, read_key_file
+from statewise.runtime.tiers.buffers import Bytes
+from statewise.runtime.tiers.copies import BlockIO, Copier, DevicePage, LoadPage
+from statewise.runtime.tiers.disk import DiskOptions, DiskTier
+from statewise.runtime.tiers.host import HostTier, slots_within
+from statewise.runtime.tiers.page import GroupShape, PageAddress, PrefixChain
+from statewise.runtime.tiers.remote import RemoteTier, open_url
+from statewise.runtime.tiers.store import (
+    NO_HANDLE,
+    Counters,
+    Outcome,
+    TierError,
+    TierStatus,
+    TierStore,
+)
+from statewise.runtime.tiers.transfer import (
+    EngineOptions,
+    PageResult,
+    Priority,
+    Step,
+    Transfer,
+    TransferEngine,
+)
+
+SPILL_SHARE = 0.125  # of the host's slots: the oldest, copied to disk before they are evicted
+SPILL_PAGES = 256  # looked at each time, per group
+PROBE_PAGES = 64  # addresses of one step
+OnDone = Callable[[Transfer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a page is."""
+
+    tier: Tier
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A copy that is gone, and where the same page still is."""
+
+    tier: Tier
+    handle: int
+    key: bytes
+    elsewhere: Location | None
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """Which tiers there are. Bytes, seconds; 0 and "" mean: none."""
+
+    host_bytes: int = 0
+    disk_directory: str = ""
+    disk_bytes: int = 0
+    disk_ttl_s: float = 0.0
+    disk_codec: str = "none"
+    remote_url: str = ""
+    remote_codec: str = "none"
+    key_file: str = ""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+class Tiers:
+    """Stores, fastest first, and the engine that copies between them."""
+
+    def __init__(
+        self,
+        stores: Sequence[TierStore],
+        copier: Copier,
+        engine: TransferEngine,
+        secret: bytes = b"",
+    ) -> None:
+        self.stores = {store.tier: store for store in sorted(stores, key=lambda s: s.tier)}
+        self.engine = engine
+        self.counters = Counters()
+        self._copier = copier
+        self._secret = secret
+        self._shapes = copier.shapes
+        by_name = {shape.name: shape for shape in copier.shapes}
+        self._bases = [by_name.get(shape.depends_on or "") for shape in copier.shapes]
+        self._spilling: set[bytes] = set()
+        self._spilled_at = 0  # `HostTier.version` when the oldest pages were last looked at
+
+    # ---------------------------------------------------------------- addresses
+
+    def chain(self, namespace: Namespace) -> PrefixChain:
+        """Addresses of a new sequence."""
+        return PrefixChain(namespace, self._shapes[0].page_size, self._secret)
+
+    def address(self, chain: PrefixChain, group: int, page: int) -> PageAddress:
+        """Address of a whole page of a sequence that `chain` was extended with."""
+        return chain.address(self._shapes[group], page, self._bases[group])
+
+    def address_at(
+        self, chain: PrefixChain, group: int, tokens: bytes, position: int
+    ) -> PageAddress:
+        """Address of what belongs to exactly `position`: a snapshot, or a partly filled page."""
+        return chain.address_at(self._shapes[group], tokens, position, self._bases[group])
+
+    # ---------------------------------------------------------------- finding
+
+    def find(self, addresses: Sequence[PageAddress]) -> list[Location | None]:
+        """Where each page is: the fastest tier that has it, None where none does."""
+        found: list[Location | None] = [None] * len(addresses)
+        open_ones = list(range(len(addresses)))
+        for tier, store in self.stores.items():
+            handles = store.find([addresses[i].key for i in open_ones])
+            left = []
+            for i, handle in zip(open_ones, handles, strict=True):
+                if handle == NO_HANDLE or not self._is_bound(store, handle, addresses[i]):
+                    left.append(i)
+                else:
+                    found[i] = Location(tier, handle)
+            open_ones = left
+        return found
+
+    def _is_bound(self, store: TierStore, handle: int, address: PageAddress) -> bool:
+        """Whether what an index page was built over is stored as it was then."""
+        if not address.base:
+            return True
+        dependency = store.dependency(handle)
+        if any(other.content(address.base) == dependency for other in self.stores.values()):
+            return True
+        self.counters.add("dependency_mismatch")
+        return False
+
+    def touch(self, locations: Sequence[Location]) -> None:
+        """These copies were of use."""
+        for tier, store in self.stores.items():
+            handles = [where.handle for where in locations if where.tier is tier]
+            if handles:
+                store.touch(handles)
+
+    def free(self, locations: Sequence[Location]) -> None:
+        """Forget these copies."""
+        for where in locations:
+            self.stores[where.tier].free([where.handle])
+
+    def pop_dropped(self) -> list[Dropped]:
+        """Copies that stores dropped by themselves since the last call."""
+        dropped = []
+        for tier, store in self.stores.items():
+            for handle, key in store.pop_dropped():
+                dropped.append(Dropped(tier, handle, key, self._elsewhere(key)))
+        return dropped
+
+    def _elsewhere(self, key: bytes) -> Location | None:
+        for tier, store in self.stores.items():
+            (handle,) = store.find([key])
+            if handle != NO_HANDLE:
+                return Location(tier, handle)
+        return None
+
+    # ---------------------------------------------------------------- copies
+
+    def demote(
+        self, tier: Tier, pages: Sequence[DevicePage], on_done: OnDone | None = None
+    ) -> Transfer | None:
+        """Copy device blocks into a tier; None, and nothing happens, where write-behind is full.
+
+        Blocks stay leased until `on_done`. `results[i].handle` is the page's in the tier. A page
+        that routes into another comes after it.
+        """
+        steps = self._copier.demote(self.stores[tier], pages)
+        return self._submit(Transfer("demote", tier, Priority.DEMOTE, steps, on_done))
+
+    def load(
+        self,
+        tier: Tier,
+        pages: Sequence[LoadPage],
+        on_done: OnDone | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> Transfer:
+        """Copy pages of a tier into device blocks, which nobody else uses until `on_done`."""
+        steps = self._copier.load(self.stores[tier], pages)
+        transfer = Transfer("load", tier, priority, steps, on_done)
+        accepted = self._submit(transfer)
+        assert accepted is not None, "loads are always accepted"
+        return accepted
+
+    def prefetch(
+        self,
+        tier: Tier,
+        pages: Sequence[tuple[int, str]],
+        on_done: OnDone | None = None,
+    ) -> Transfer:
+        """Copy pages, (handle, group name) each, from a tier to the host.
+
+        `results[i].handle` is the page's in the host tier.
+        """
+        steps = self._copier.move(self.stores[tier], self.stores[Tier.HOST], pages)
+        transfer = Transfer("prefetch", tier, Priority.PREFETCH, steps, on_done)
+        self.engine.submit(transfer)
+        return transfer
+
+    def probe(self, addresses: Sequence[PageAddress], on_done: OnDone | None = None) -> Transfer:
+        """Ask the remote store for pages; `find` knows afterwards."""
+        remote = self.stores[Tier.REMOTE]
+        assert isinstance(remote, RemoteTier)
+
+        def step_of(first: int) -> Step:
+            part = addresses[first : first + PROBE_PAGES]
+            run = lambda: [PageResult(outcome) for outcome in remote.probe(part)]  # noqa: E731
+            return Step(first, len(part), 0, run)
+
+        steps = [step_of(first) for first in range(0, len(addresses), PROBE_PAGES)]
+        transfer = Transfer("probe", Tier.REMOTE, Priority.PREFETCH, steps, on_done)
+        self.engine.submit(transfer)
+        return transfer
+
+    def _submit(self, transfer: Transfer) -> Transfer | None:
+        return transfer if self.engine.submit(transfer) else None
+
+    # ---------------------------------------------------------------- running
+
+    def poll(self) -> list[Transfer]:
+        """Deliver what ended (`on_done` has run), and spill the host's oldest pages."""
+        ended = self.engine.poll()
+        self._spill()
+        return ended
+
+    def _spill(self) -> None:
+        """Have the host's oldest pages on disk before their slots are wanted."""
+        host, disk = self.stores.get(Tier.HOST), self.stores.get(Tier.DISK)
+        if not isinstance(host, HostTier) or disk is None or self._spilling:
+            return
+        if host.version == self._spilled_at:
+            return
+        self._spilled_at = host.version
+        for shape in self._shapes:
+            ahead = max(1, int(host.capacity(shape.name) * SPILL_SHARE))
+            short = min(ahead - host.num_free(shape.name), SPILL_PAGES)
+            if short > 0:
+                self._spill_group(host, disk, shape.name, short)
+
+    def _spill_group(self, host: HostTier, disk: TierStore, group: str, count: int) -> None:
+        keys = {handle: host.key_of(handle) for handle in host.oldest(group, count)}
+        stored = disk.find(list(keys.values()))
+        wanted = {
+            handle: key
+            for (handle, key), there in zip(keys.items(), stored, strict=True)
+            if there == NO_HANDLE and key and key not in self._spilling
+        }
+        if not wanted:
+            return
+
+        def ended(_transfer: Transfer) -> None:
+            self._spilling.difference_update(wanted.values())
+
+        self._spilling.update(wanted.values())
+        steps = self._copier.move(host, disk, [(handle, group) for handle in wanted])
+        transfer = Transfer("spill", Tier.DISK, Priority.DEMOTE, steps, ended)
+        if not self.engine.submit(transfer):
+            ended(transfer)
+
+    def status(self) -> list[TierStatus]:
+        """Figures of every tier, fastest first."""
+        return [store.status() for store in self.stores.values()]
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop. Writes that are queued may take `drain_s` seconds; then they are cancelled."""
+        if drain_s:
+            self.engine.drain(drain_s)
+        self.engine.close()
+        self.engine.poll()
+        for store in self.stores.values():
+            store.close()
+
+
+def open_tiers(
+    shapes: Sequence[GroupShape],
+    blocks: BlockIO,
+    settings: TierSettings,
+    clock: Clock,
+    *,
+    weights: Sequence[float] | None = None,
+    pin: Callable[[Bytes], None] | None = None,
+    notify: Callable[[], None] | None = None,
+) -> Tiers:
+    """Open the tiers that `settings` name. Raises TierError, saying what to change.
+
+    `weights`: how the host's bytes are split over the groups (default: evenly by bytes a page).
+    """
+    keys = read_key_file(Path(settings.key_file)) if settings.key_file else None
+    secret = keys.secret if keys is not None else b""
+    stores: list[TierStore] = []
+    try:
+        if settings.host_bytes:
+            split = weights or [float(shape.row_bytes) for shape in shapes]
+            slots = slots_within(shapes, split, settings.host_bytes)
+            stores.append(HostTier(shapes, slots, pin))
+        if settings.disk_directory:
+            stores.append(_open_disk(shapes, settings, clock, keys))
+        if settings.remote_url:
+            bodies = Bodies(settings.remote_codec, keys)
+            stores.append(RemoteTier(open_url(settings.remote_url), shapes, clock, bodies))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    copier = Copier(shapes, blocks, clock, secret, settings.engine.step_bytes)
+    return Tiers(stores, copier, TransferEngine(settings.engine, clock, notify), secret)
+
+
+def _open_disk(
+    shapes: Sequence[GroupShape], settings: TierSettings, clock: Clock, keys: Keys | None
+) -> DiskTier:
+    if settings.disk_bytes < 1:
+        raise TierError("a disk cache needs a size: set --disk-cache-gb")
+    options = DiskOptions(settings.disk_bytes, ttl_s=settings.disk_ttl_s, codec=settings.disk_codec)
+    bodies = Bodies(settings.disk_codec, keys)
+    return DiskTier(Path(settings.disk_directory).expanduser(), shapes, options, clock, bodies)
+
+
+def all_ok(transfer: Transfer) -> bool:
+    """Whether every page of a transfer arrived."""
+    return all(r is not None and r.outcome is Outcome.OK for r in transfer.results)
