@@ -151,7 +151,10 @@ class Topology:
     # ---------------------------------------------------------------- growing
 
     def split(self, node: Node, page: int) -> Node:
-        """Cut `node` at `page`; the upper part must be protected before eviction runs."""
+        """Cut `node` at `page`; the upper part must be protected before eviction runs.
+
+        A lower part that holds nothing (all its pages had been dropped) does not stay.
+        """
         upper = node.split(page, self.page_bytes)
         self.trailing.after_split(upper, node)
         upper.clean = self._clean(upper.segments)
@@ -159,6 +162,8 @@ class Topology:
         if not upper.protect:
             self.recency[upper] = None  # newer than its child, as the order demands
             upper.tick = self.trailing.next_tick()
+        if self._is_empty(node):
+            self._unlink(node)
         return upper
 
     def boundary_node(self, node: Node, page: int) -> Node:
@@ -286,15 +291,20 @@ class Topology:
     def prune(self, node: Node) -> None:
         """Remove `node` and its ancestors as far as they hold nothing and lead nowhere."""
         at: Node | None = node
-        while at is not None and not (at.children or at.protect or at.checkpoints):
+        while at is not None and self._is_empty(at):
             if at.parent is None:
                 self._forget_root(at)
-                return
-            if any(s.num_present or s.aside.slow is not None for s in at.segments):
                 return
             parent = at.parent
             self._unlink(at)
             at = parent
+
+    @staticmethod
+    def _is_empty(node: Node) -> bool:
+        """Whether a node holds nothing and leads nowhere; a root holds no pages."""
+        if node.children or node.protect or node.checkpoints:
+            return False
+        return not any(s.num_present or s.aside.slow is not None for s in node.segments)
 
     def _forget_root(self, root: Node) -> None:
         del self.roots[root.key], self.namespaces[root.key]  # a root's key is its namespace

@@ -224,7 +224,8 @@ class RadixTree:
     def advance(self, lease: Lease, position: int) -> None:
         """Move the protected window to where the request stands, `position` tokens.
 
-        Pages that fell out stay cached until evicted. The checkpoint it started from is let go.
+        Pages that fell out stay cached until evicted. The checkpoint it started from is let go
+        once it has moved past it.
         """
         assert not lease.released, "advance on a released lease"
         self._move(lease, position)
@@ -236,7 +237,7 @@ class RadixTree:
             if new != lease.pinned[index]:
                 self._repin(lease, index, new)
         lease.position = position
-        if lease.checkpoint is not None:
+        if lease.checkpoint is not None and position > lease.checkpoint.position:
             self.trailing.unlock_checkpoint(lease.checkpoint)
             lease.checkpoint = None
 

@@ -20,6 +20,7 @@ from statewise.radix.schema import CacheSchema
 
 Int32 = NDArray[np.int32]
 UInt64 = NDArray[np.uint64]
+Bool = NDArray[np.bool_]
 Digest = Callable[[int, Int32], UInt64]  # (group, blocks) -> [num_blocks, num_layers]
 
 
@@ -43,8 +44,13 @@ class BlockChecksums:
         if self.tables is not None and self.digest is not None and len(blocks):
             self.tables[group][blocks] = self.digest(group, blocks)
 
-    def record(self, group: int, block: int, source: int | None = None) -> None:
-        """Digest one block; by its `source`, where that is still to be copied into it."""
-        if self.tables is not None and self.digest is not None:
-            place = np.array([block if source is None else source], dtype=np.int32)
-            self.tables[group][block] = self.digest(group, place)[0]
+    def record(self, group: int, block: int) -> None:
+        """Digest one block as it is now."""
+        self.record_pages(group, np.array([block], dtype=np.int32))
+
+    def differ(self, group: int, blocks: Int32) -> Bool:
+        """[n] whether a published block's bytes are no longer those that were handed over."""
+        if self.tables is None or self.digest is None:
+            return np.zeros(len(blocks), dtype=np.bool_)
+        changed: Bool = (self.digest(group, blocks) != self.tables[group][blocks]).any(axis=1)
+        return changed

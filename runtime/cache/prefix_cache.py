@@ -34,14 +34,14 @@ from statewise.radix.need import first_token
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
-from statewise.radix.validation import Verdict
+from statewise.radix.validation import Condition, Verdict
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
-from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.cache.snapshots import Snapshots
 from statewise.runtime.cache.validity import Validity
 from statewise.runtime.errors import OutOfBlocksError
@@ -61,7 +61,6 @@ class Lookup:
     verdicts: tuple[Verdict, ...]
     prompt_len: int
     tree_version: tuple[int, int]
-    is_audited: bool = True  # checksums were compared as far as this cache ever does
 
     @property
     def position(self) -> int:
@@ -117,11 +116,16 @@ class PrefixCache:
         self._blocks = Blocks(self.tree, self.pools, sums, self.counters)
         self.validity = Validity(schema, self.tree, self._blocks, self.counters, audit_rate)
         parts = (schema, self.tree, self._blocks, self._copies)
-        self._recovery = RecoveryExecutor(*parts)
+        self._recovery = RecoveryExecutor(*parts, self.validity)
         self._snapshots = Snapshots(*parts)
         self.has_snapshots = bool(self._snapshots.groups)
         self._seq = 0
         self._live: set[Sequence] = set()
+
+    @property
+    def audits(self) -> bool:
+        """Whether bytes are compared at use."""
+        return self.validity.audit_rate > 0.0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -156,16 +160,14 @@ class PrefixCache:
         namespace = Namespace(options.salt, options.adapter)
         if not self.enabled:
             return Lookup(namespace, None, NOTHING, (), len(tokens), self.version)
-        audit = audit and self.validity.audit_rate > 0.0
-        is_audited = audit or not self.validity.audit_rate
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
         terminal = self.has_snapshots and granularity == 1
         position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
-        verdicts, passed = self.validity.verdicts(match, position, audit=audit)
+        verdicts, passed = self.validity.verdicts(match, position, audit=audit and self.audits)
         if passed and position % granularity == 0:
             steps = (Reuse(0, position),) if position else ()
             direct = RecoveryPlan(position, Level.DIRECT, steps, None, position)
-            return Lookup(namespace, match, direct, (), len(tokens), self.version, is_audited)
+            return Lookup(namespace, match, direct, (), len(tokens), self.version)
         budget = Budget(
             len(tokens),
             granularity,
@@ -176,7 +178,7 @@ class PrefixCache:
             terminal=terminal,
         )
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
-        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version, is_audited)
+        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
 
     def _without_faults(self, lookup: Lookup, match: Match) -> Match:
         """Drop what the lookup's verdicts name; returns the match without it.
@@ -189,7 +191,10 @@ class PrefixCache:
         self.validity.discard(match, lookup.verdicts, "use")
         if not is_current or self.tree.version == before:
             return match
-        return self.tree.match(lookup.namespace, match.key)
+        fresh = self.tree.match(lookup.namespace, match.key)
+        if fresh.logical_tokens < lookup.position // self.schema.page_size * self.schema.page_size:
+            raise StaleMatchError("nothing was left of what the plan would have rebuilt")
+        return fresh
 
     def begin(self, lookup: Lookup, capacity_tokens: int) -> Sequence:
         """Drop what failed validation, lease what `lookup` reuses, lay out page tables.
@@ -217,18 +222,25 @@ class PrefixCache:
         pages = chosen.position // self.schema.page_size
         sequence.num_pages = sequence.num_published = pages
         sequence.match = match
+        sequence.began_from = min(chosen.position, chosen.read_from) // self.schema.page_size
+        sequence.is_recovering = bool(chosen.replays)
+        sequence.last_recall = self.validity.recalls.number
         self._recovery.adopt(sequence)
         self._snapshots.begin(sequence, match, chosen.position)
 
     def enter_replay(self, sequence: Sequence, replay: Replay) -> None:
         """Lay out page tables and working blocks for the first token of `replay`."""
         self._recovery.enter(sequence, replay)
-        if sequence.match is not None:
-            self._snapshots.restore(sequence, sequence.match, replay.start)
+        needed = sum(1 << g for g in replay.restore) if replay.start else 0
+        sequence.standing = Standing(replay.start, needed)
 
     def reserve_replay(self, sequence: Sequence, replay: Replay, start: int, end: int) -> None:
-        """Private blocks for what `replay` writes over tokens [start, end)."""
+        """Private blocks for what `replay` writes over tokens [start, end).
+
+        Raises `OutOfBlocksError` and takes none, or `StaleMatchError`: plan anew.
+        """
         self._recovery.reserve(sequence, replay, start, end)
+        self._snapshots.ready(sequence, self._written())
 
     def replayed(
         self,
@@ -245,10 +257,11 @@ class PrefixCache:
         self._seq += 1
         written = self._written()
         self._recovery.complete(sequence, replay, after, written)
-        if after is None and self.has_snapshots:
+        if after is None:
             resume = sequence.num_published * self.schema.page_size
             made = replay.write_groups if replay.end == resume else 0
-            self._snapshots.resume(sequence, TokenKey(tokens[:resume]), resume, made, written)
+            sequence.is_recovering = False
+            sequence.standing = Standing(resume, self._snapshots.needed_at(resume), made)
 
     def _written(self) -> Written:
         generations = tuple(pool.generations for pool in self.pools)
@@ -282,8 +295,14 @@ class PrefixCache:
         return self._blocks.available()
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks for positions below `num_tokens` in every group, or `OutOfBlocksError`."""
-        new = -(-num_tokens // self.schema.page_size) - sequence.num_pages
+        """Blocks for positions below `num_tokens` in every group.
+
+        Raises `OutOfBlocksError` and takes none, or `StaleMatchError`: plan anew.
+        """
+        self._extend(sequence, -(-num_tokens // self.schema.page_size) - sequence.num_pages)
+        self._snapshots.ready(sequence, self._written())
+
+    def _extend(self, sequence: Sequence, new: int) -> None:
         if new <= 0:
             return
         paged = [g for g in range(self.schema.num_groups) if g not in sequence.snapshot_groups]
@@ -341,16 +360,14 @@ class PrefixCache:
                 self._blocks.sums.record_pages(
                     g, sequence.tables[g][sequence.num_published : pages]
                 )
+        key, written = TokenKey(tokens[: pages * self.schema.page_size]), self._written()
         published = self.tree.publish(
-            sequence.lease,
-            TokenKey(tokens[: pages * self.schema.page_size]),
-            pages,
-            sequence.tables,
-            self._written(),
-            position,
+            sequence.lease, key, pages, sequence.tables, written, position
         )
         sequence.num_published = published.num_pages
         for duplicates in published.duplicates:
+            if self.validity.replace_damaged(sequence.lease, key, duplicates, written):
+                continue
             g = duplicates.group
             sequence.tables[g][duplicates.pages] = duplicates.tree_blocks
             sequence.generations[g][duplicates.pages] = duplicates.tree_generations
@@ -407,6 +424,24 @@ class PrefixCache:
                 blocks = sequence.view(g)
                 same = pool.generations[blocks] == sequence.generations[g][: len(blocks)]
                 assert (same | (blocks < 0)).all(), f"{pool.group}: a lease is stale"
+
+    def is_recalled(self, sequence: Sequence) -> bool:
+        """Whether state that `sequence` relies on failed since it began."""
+        return self.validity.recalls.concern(sequence)
+
+    def disown(self, sequence: Sequence, tokens: Int32) -> None:
+        """Forget what a recalled sequence has published: it was computed from state that failed."""
+        first, stop = sequence.began_from, sequence.num_published
+        size = self.schema.page_size
+        match = self.tree.match(sequence.namespace, TokenKey(tokens[: stop * size]))
+        verdicts = []
+        for g in range(self.schema.num_groups):
+            if g in sequence.snapshot_groups:
+                made = [s.position for s in match.snapshots if s.position > first * size]
+                verdicts += [Verdict(g, Condition.CHECKSUM, position=p) for p in made]
+            elif first < stop:
+                verdicts.append(Verdict(g, Condition.CHECKSUM, tuple(range(first, stop))))
+        self.validity.discard(match, verdicts, "recall")
 
     def flush(self) -> dict[str, int]:
         """Drop every cached page that no lease protects; returns blocks freed per group."""

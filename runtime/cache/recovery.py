@@ -24,6 +24,7 @@ from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import CopyQueue
 from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.cache.validity import Validity
 
 Int32 = NDArray[np.int32]
 
@@ -37,12 +38,14 @@ class RecoveryExecutor:
         tree: RadixTree,
         blocks: Blocks,
         copies: CopyQueue,
+        validity: Validity,
     ) -> None:
         self.schema = schema
         self._tree = tree
         self._blocks = blocks
         self._pools = blocks.pools
         self._copies = copies
+        self._validity = validity
 
     def forget(self, sequence: Sequence) -> None:
         """Drop copies into blocks that the sequence is about to give back."""
@@ -148,8 +151,18 @@ class RecoveryExecutor:
         for g in range(self.schema.num_groups):
             self._release(sequence, g, list(sequence.repaired.get(g, {})))
         self._adopt(sequence, windows=True)
+        sequence.has_lost_state = self._is_short(sequence)
         assert sequence.lease is not None
         self._tree.advance(sequence.lease, sequence.num_published * self.schema.page_size)
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether state that the sequence relies on was dropped while it recovered."""
+        stop = sequence.num_published
+        return any(
+            bool((sequence.tables[g][sequence.live_from[g] : stop] < 0).any())
+            for g in range(self.schema.num_groups)
+            if g not in sequence.snapshot_groups
+        )
 
     def _hand_over(self, sequence: Sequence, replay: Replay, written: Written) -> None:
         lo = min((a for a, b in replay.write_back if a < b), default=0)
@@ -167,8 +180,11 @@ class RecoveryExecutor:
             self._blocks.sums.record_pages(g, table)
             handed.append(table)
         outcome = self._tree.restore(sequence.lease, lo, hi, handed, written)
+        assert sequence.match is not None
         for duplicates in outcome.duplicates:
-            self._pools[duplicates.group].free(duplicates.own_blocks)
+            place = (sequence.lease, sequence.match.key, duplicates, written)
+            if not self._validity.replace_damaged(*place):
+                self._pools[duplicates.group].free(duplicates.own_blocks)
         self._blocks.take_back(outcome.freed, "replaced")
 
     def _adopt(self, sequence: Sequence, *, windows: bool) -> None:

@@ -11,7 +11,7 @@ This module does not allocate or free: `PrefixCache` does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from statewise.radix import CacheSchema, Lease, Match, Namespace
 
 Int32 = NDArray[np.int32]
+
+
+class Standing(NamedTuple):
+    """Where the working blocks must stand before the next row, and where the state comes from."""
+
+    position: int
+    needed: int  # bit per snapshot group whose state at the position is needed
+    made: int = 0  # bit per group whose working block holds it already
 
 
 class Sequence:
@@ -44,6 +52,11 @@ class Sequence:
         self.context_starts: list[int] = [0] * len(sizes)  # first position that may be read
         self.lease: Lease | None = None
         self.match: Match | None = None  # what it began from
+        self.began_from = 0  # first page whose state it may have written
+        self.is_recovering = False  # replays are still to run
+        self.standing: Standing | None = None  # None: the working blocks are as they must be
+        self.has_lost_state = False  # what its recovery counted on was dropped meanwhile
+        self.last_recall = 0  # failures known when it was last looked at
         # Blocks a repair wrote below num_published, per group: page -> own block.
         self.repaired: dict[int, dict[int, int]] = {}
         self.working: dict[int, int] = {}  # snapshot group -> working block

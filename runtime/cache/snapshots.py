@@ -1,6 +1,7 @@
 """State that belongs to one position: working blocks, snapshots, and partly filled last pages.
 
-    begin       a working block per snapshot group; the snapshot at the position is copied into it
+    begin       a working block per snapshot group
+    ready       just before a row, the snapshot where it starts is copied into the working block
     checkpoint  the chunk stops at the position; after the step the working block is copied aside
     commit      the copy is handed to the tree, bound to exactly that position (F3, F17)
     end         the working block itself, and the partly filled last page of every other group,
@@ -13,12 +14,13 @@ This module does not decide where checkpoints are.
 
 from __future__ import annotations
 
-from statewise.radix import Match, RadixTree, TokenKey, Written
+from statewise.radix import Match, RadixTree, StaleMatchError, TokenKey, Written
 from statewise.radix.need import needs_snapshot
+from statewise.radix.node import StateBlock
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import CopyQueue
-from statewise.runtime.cache.sequence import Sequence
+from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.errors import OutOfBlocksError
 
 
@@ -55,17 +57,55 @@ class Snapshots:
             sequence.tables[g][0] = block
             sequence.generations[g][0] = self._pools[g].generations[block]
         if match is not None and position:
-            self.restore(sequence, match, position)
+            sequence.standing = Standing(position, self.needed_at(position))
             if position % self._schema.page_size:
                 self._copy_partial_page(sequence, match, position)
 
-    def restore(self, sequence: Sequence, match: Match, position: int) -> None:
-        """Copy the snapshot at `position`, where one is there, into the working blocks."""
-        snapshot = match.snapshot_at(position)
+    def ready(self, sequence: Sequence, written: Written) -> None:
+        """Make the working blocks stand where the sequence says they must, before the next row.
+
+        A replay used them as its own, so the snapshot at the position is copied in. Where there is
+        none but the replay made the state, it is shared with the tree. Raises `StaleMatchError`
+        where a needed snapshot has gone since the match.
+        """
+        standing, match = sequence.standing, sequence.match
+        if standing is None or match is None:
+            return
+        sequence.standing = None
+        snapshot = match.snapshot_at(standing.position)
+        made = []
         for g in self.groups:
             held = snapshot.block_of(g) if snapshot is not None else None
-            if held is not None:
+            if held is not None and self._is_current(held, written):
                 self._copies.before(g, held.block, sequence.working[g])
+            elif standing.needed >> g & 1:
+                if not standing.made >> g & 1:
+                    name = self._schema.groups[g].name
+                    raise StaleMatchError(f"no {name!r} snapshot at {standing.position} any more")
+                made.append(g)
+        self._share(sequence, standing.position, made)
+
+    def _is_current(self, held: StateBlock, written: Written) -> bool:
+        """Whether the block still is the one that the match found, and its state valid."""
+        same = self._pools[held.group].generations[held.block] == held.generation
+        return bool(same) and held.stamp == written.stamps[held.group]
+
+    def needed_at(self, position: int) -> int:
+        """Bit per snapshot group that needs state to resume at `position`."""
+        specs = self._schema.groups
+        return sum(1 << g for g in self.groups if needs_snapshot(specs[g], position))
+
+    def _share(self, sequence: Sequence, position: int, groups: list[int]) -> None:
+        """Copy working state aside, to be handed over once the copy has been made."""
+        try:
+            taken = self._blocks.take(dict.fromkeys(groups, 1))
+        except OutOfBlocksError:
+            self.num_skipped += 1
+            return
+        for g in groups:
+            block = int(taken[g][0])
+            self._copies.before(g, sequence.working[g], block)
+            sequence.taken.append((position, g, block))
 
     def _copy_partial_page(self, sequence: Sequence, match: Match, position: int) -> None:
         page = position // self._schema.page_size
@@ -114,55 +154,14 @@ class Snapshots:
         key: TokenKey,
         what: tuple[int, int, int],
         written: Written,
-        source: int | None = None,
     ) -> None:
-        """Give a block to the tree; `source` is the block that will be copied into it first."""
+        """Give a completely written block to the tree."""
         position, g, block = what
         assert sequence.lease is not None
-        self._blocks.sums.record(g, block, source)
+        self._blocks.sums.record(g, block)
         back = self._tree.add_snapshot(sequence.lease, key, position, g, block, written)
         if back is not None:
             self._blocks.free_one(g, back)
-
-    def resume(
-        self, sequence: Sequence, key: TokenKey, position: int, made: int, written: Written
-    ) -> None:
-        """Make the working blocks ready for `position`, where the request goes on after replays.
-
-        A replay used them as its own: the snapshot at the position is copied in again. Where there
-        is none, the last replay made the state (groups of the bit mask `made`), and it is shared.
-        """
-        assert sequence.match is not None
-        snapshot = sequence.match.snapshot_at(position)
-        wanted = [g for g in self.groups if needs_snapshot(self._schema.groups[g], position)]
-        missing = []
-        for g in wanted:
-            held = snapshot.block_of(g) if snapshot is not None else None
-            if held is not None and held.stamp == written.stamps[g]:
-                self._copies.before(g, held.block, sequence.working[g])
-                continue
-            assert made >> g & 1, f"group {g}: nobody made the state at {position}"
-            missing.append(g)
-        self._share(sequence, key, position, missing, written)
-
-    def _share(
-        self,
-        sequence: Sequence,
-        key: TokenKey,
-        position: int,
-        wanted: list[int],
-        written: Written,
-    ) -> None:
-        """Hand copies of the working state at `position` to the tree, if blocks can be had."""
-        try:
-            taken = self._blocks.take(dict.fromkeys(wanted, 1))
-        except OutOfBlocksError:
-            return
-        for g in wanted:
-            block = int(taken[g][0])
-            working = sequence.working[g]
-            self._copies.before(g, working, block)
-            self._hand_over(sequence, key, (position, g, block), written, source=working)
 
     # ---------------------------------------------------------------- end
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from statewise.radix import Match, RadixTree, StampTable
+import numpy as np
+
+from statewise.radix import Duplicates, Lease, Match, RadixTree, StampTable, TokenKey, Written
 from statewise.radix.schema import CacheSchema
 from statewise.radix.validation import (
     Condition,
@@ -24,6 +26,7 @@ from statewise.radix.validation import (
 )
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.counters import CacheCounters
+from statewise.runtime.cache.recall import Recalls
 
 
 class Validity:
@@ -43,6 +46,7 @@ class Validity:
         self._counters = counters
         self._table = StampTable()
         self._num_audits = 0
+        self.recalls = Recalls(blocks.pools)
         self.audit_rate = audit_rate if blocks.sums.digest is not None else 0.0
         self.stamps: tuple[int, ...] = ()
         self.expect(schema, 0)
@@ -73,6 +77,7 @@ class Validity:
         """Take what failed out of reach: whole pages leave the tree, single layers are marked."""
         new = [v for v in verdicts if v.is_fault and v.condition is not Condition.LAYERS]
         for verdict in new:
+            self.recalls.add(verdict.group, _blocks_of(match, verdict))
             if verdict.layers and verdict.pages:
                 self._tree.mark_invalid(
                     match, verdict.group, dict.fromkeys(verdict.pages, verdict.layers)
@@ -85,3 +90,35 @@ class Validity:
             self._blocks.take_back(freed, "fault")
         if new:
             self._counters.found(new, source)
+
+    def replace_damaged(
+        self, lease: Lease, key: TokenKey, found: Duplicates, written: Written
+    ) -> bool:
+        """Put a request's own blocks in place of the tree's, where these are found damaged.
+
+        Pages that others computed are relied on from here on, and nothing is used without a pass.
+        False where the tree's are good: they stay. Compares bytes only where checksums are kept.
+        """
+        g = found.group
+        if not self._blocks.sums.differ(g, found.tree_blocks).any():
+            return False
+        match = self._tree.match(lease.namespace, key)
+        verdict = Verdict(g, Condition.CHECKSUM, tuple(found.pages.tolist()))
+        self.discard(match, [verdict], "publication")
+        first, stop = int(found.pages[0]), int(found.pages[-1]) + 1
+        tables = [np.full(stop, -1, dtype=np.int32) for _ in self._schema.groups]
+        tables[g][found.pages] = found.own_blocks
+        outcome = self._tree.restore(lease, first, stop, tables, written)
+        assert not outcome.duplicates, "they have just been dropped"
+        self._blocks.take_back(outcome.freed, "replaced")
+        return True
+
+
+def _blocks_of(match: Match, verdict: Verdict) -> list[int]:
+    """Device blocks that a verdict speaks of, as the match found them."""
+    if verdict.position >= 0:
+        snapshot = match.snapshot_at(verdict.position)
+        held = None if snapshot is None else snapshot.block_of(verdict.group)
+        return [] if held is None else [held.block]
+    blocks = match.blocks(verdict.group)[list(verdict.pages)]
+    return [block for block in blocks.tolist() if block >= 0]

@@ -119,6 +119,7 @@ class Scheduler:
         """The next step's work, or None when nothing can run. Blocks are reserved for it."""
         self.newly_admitted = []
         rows: dict[str, BatchRow] = {}
+        self._recall(rows)
         budget = self.config.token_budget
         preempted = self.num_preemptions
         decodes = self._add_decodes(rows)
@@ -127,6 +128,7 @@ class Scheduler:
         if self.num_preemptions == preempted and self._may_admit(budget):
             self._add_admissions(rows, budget, now)
             self.admission.reserve.step()
+        self._recall(rows)  # an admission may have found what others rely on to be damaged
         if not rows:
             return None
         self._step_id += 1
@@ -138,6 +140,18 @@ class Scheduler:
             copies_after=after,
             deterministic=self.config.deterministic,
         )
+
+    def _recall(self, rows: dict[str, BatchRow]) -> None:
+        """Send back to the queue whoever relies on state that has failed since it began."""
+        while concerned := [r for r in self.running if self._is_recalled(r)]:
+            for request in concerned:
+                assert request.sequence is not None
+                rows.pop(request.rid, None)
+                self.cache.disown(request.sequence, request.tokens)
+                self._preempt(request, keep_state=False)
+
+    def _is_recalled(self, request: Request) -> bool:
+        return request.sequence is not None and self.cache.is_recalled(request.sequence)
 
     def _may_admit(self, budget: int) -> bool:
         if self.config.deterministic and budget < self.config.token_budget:
@@ -175,10 +189,10 @@ class Scheduler:
             if self._reserve(request, span, rows, may_preempt=last_try):
                 self._take(request, span, rows)
                 return size
-            if last_try:
+            if last_try or request.status is not RequestStatus.RUNNING:
                 break
             limit = size // 2
-        if request.replays and request is self.running[0]:
+        if request.replays and self.running and request is self.running[0]:
             request.direct_only = True  # its repair does not fit beside its history
             self._preempt(request)
         return 0
@@ -231,6 +245,9 @@ class Scheduler:
                 else:
                     self.cache.reserve(request.sequence, span.end)
                 return True
+            except StaleMatchError:
+                self._preempt(request)
+                return False
             except OutOfBlocksError:
                 victim = self._victim(request, rows) if may_preempt else None
                 if victim is None:
@@ -274,11 +291,8 @@ class Scheduler:
         `at_use`: checksums count as well, where they are kept.
         """
         known = request.lookup
-        if (
-            known is None
-            or known.tree_version != self.cache.version
-            or (at_use and not known.is_audited)
-        ):
+        is_current = known is not None and known.tree_version == self.cache.version
+        if known is None or not is_current or (at_use and self.cache.audits):
             known = request.lookup = self.cache.lookup(
                 request.message.cache,
                 request.tokens[: request.num_tokens],
@@ -332,6 +346,8 @@ class Scheduler:
         self.running.append(request)
         del self.waiting[request.rid]
         used = self._add_chunk(request, rows, budget)
+        if request.status is not RequestStatus.RUNNING:
+            return 0  # what it was to start from has just gone
         if used == 0:
             self.running.remove(request)
             request.become(RequestStatus.WAITING)
