@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from statewise.kernels import native
@@ -25,14 +24,15 @@ from statewise.radix.schema import CacheSchema
 from statewise.runtime import machine
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
+from statewise.runtime.engine.calibrate import calibrate
 from statewise.runtime.engine.core import EngineCore, EngineLimits
+from statewise.runtime.engine.trial import Trials
 from statewise.runtime.errors import InvalidRequestError, ModelLoadError
 from statewise.runtime.memory.block_store import DeviceStore
 from statewise.runtime.memory.sizing import PoolPlan, SizingRequest, plan_pools
 from statewise.runtime.models.base import CausalLM, LoadOptions
 from statewise.runtime.models.config import ModelInfo
 from statewise.runtime.models.loader import inspect_model, load_model
-from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
 from statewise.runtime.tokenizer.load import load_tokenizer
 from statewise.runtime.tokenizer.tokenizer import Tokenizer
 from statewise.runtime.worker.grammar import (
@@ -80,8 +80,11 @@ class BuiltRuntime:
         return [self.headline, *self.pools.lines, fits]
 
     def core(self, clock: Clock) -> EngineCore:
-        """Make an engine core over these parts; one core for one `BuiltRuntime`."""
-        return EngineCore(
+        """Make an engine core over these parts; one core for one `BuiltRuntime`.
+
+        Measures what a forward costs first (about a second), unless the settings say not to.
+        """
+        core = EngineCore(
             self.args,
             self.schema,
             self.worker,
@@ -90,6 +93,11 @@ class BuiltRuntime:
             clock=clock,
             grammar=self.grammar,
         )
+        if self.args.calibrate:
+            sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
+            core.use_cost(calibrate(self.worker, self.schema, *sizes, clock))
+            _poison_again(self.worker)
+        return core
 
 
 def build_runtime(
@@ -198,29 +206,18 @@ def warm_up(worker: ModelRunner, model: CausalLM) -> None:
 
     The blocks are poisoned again where the store was.
     """
-    schema, store = model.schema, worker.store
-    pages = -(-(WARM_UP_TOKENS + 1) // schema.page_size)
-    if min(pool.num_blocks for pool in store.groups) < pages:
-        return
-    table = np.arange(pages, dtype=np.int32)
+    trials = Trials(worker, model.schema, tuple(pool.num_blocks for pool in worker.store.groups))
+    if trials.room > WARM_UP_TOKENS:
+        trials.run(0, WARM_UP_TOKENS)
+        trials.run(WARM_UP_TOKENS, 1, decode=True)
+    _poison_again(worker)
 
-    def row(kind: RowKind, start: int, count: int) -> BatchRow:
-        return BatchRow(
-            request_id="warm-up",
-            kind=kind,
-            start=start,
-            tokens=np.zeros(count, dtype=np.int32),
-            page_tables=(table,) * schema.num_groups,
-            context_starts=(0,) * schema.num_groups,
-            write_groups=(1 << schema.num_groups) - 1,
-            num_layers=schema.num_layers,
-        )
 
-    worker.execute(ScheduledBatch(0, (row(RowKind.PREFILL, 0, WARM_UP_TOKENS),)))
-    worker.execute(ScheduledBatch(0, (row(RowKind.DECODE, WARM_UP_TOKENS, 1),)))
+def _poison_again(worker: ModelRunner) -> None:
+    store = worker.store
     if store.poison:
-        for group in range(schema.num_groups):
-            store.fill_blocks(group, table.tolist(), float("nan"))
+        for group, pool in enumerate(store.groups):
+            store.fill_blocks(group, range(pool.num_blocks), float("nan"))
 
 
 def _built(

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix.cost import CostModel
+from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
+from statewise.runtime.engine.calibrate import describe, guess
 from statewise.runtime.engine.counters import EngineCounters
 from statewise.runtime.errors import (
     InvalidRequestError,
@@ -39,6 +40,7 @@ from statewise.runtime.messages import (
 from statewise.runtime.scheduler.admission import Admission
 from statewise.runtime.scheduler.batch import (
     BatchRow,
+    RowKind,
     RowResult,
     ScheduledBatch,
     TokenLogprob,
@@ -48,7 +50,6 @@ from statewise.runtime.scheduler.request import Request, RequestStatus
 from statewise.runtime.scheduler.scheduler import Scheduler, SchedulerConfig
 
 Int32 = NDArray[np.int32]
-INITIAL_TOKENS_PER_S = 1000.0
 
 
 class GrammarCompiler(Protocol):
@@ -99,14 +100,10 @@ class EngineCore:
         self.clock = clock
         self.grammar = grammar
         self.counters = EngineCounters()
-        # A guess to begin with; every step that ran alone corrects it.
-        cost = CostModel.uniform(
-            schema.num_layers, INITIAL_TOKENS_PER_S, chunk=args.chunked_prefill_size
-        )
         self.cache = PrefixCache(
             schema,
             num_blocks,
-            cost,
+            guess(schema.num_layers, args.chunked_prefill_size),
             enabled=not args.disable_radix_cache,
             audit_rate=args.audit_rate,
             digest=worker.checksums,
@@ -132,6 +129,10 @@ class EngineCore:
         self._num_added = 0
         self.weights_epoch = 0
         self.weight_version = args.weight_version
+
+    def use_cost(self, cost: CostModel) -> None:
+        """Plan with measured figures instead of the guess; serving refines them."""
+        self.cache.cost = CostObserver(cost)
 
     # ---------------------------------------------------------------- requests in
 
@@ -294,9 +295,16 @@ class EngineCore:
         assert result.step_id == batch.step_id
         now = self.clock.monotonic()
         self.counters.worker_seconds += now - before
+        self._learn_cost(batch, now - before)
         for row, row_result in zip(batch.rows, result.rows, strict=True):
             request = self._requests[row.request_id]
             self._complete(request, row, row_result, now)
+
+    def _learn_cost(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Refine the cost model by a step whose only row was a prefill or a replay."""
+        row = batch.rows[0]
+        if len(batch.rows) == 1 and row.kind is not RowKind.DECODE:
+            self.cache.cost.observe_prefill(row.start, row.end, row.num_layers, seconds)
 
     def _complete(self, request: Request, row: BatchRow, result: RowResult, now: float) -> None:
         if result.error:
@@ -423,6 +431,10 @@ class EngineCore:
             "weight_version": self.weight_version,
             "pools": self.cache.pool_stats(),
             "counters": self.counters.as_dict(),
+            "cost_model": {
+                **describe(self.cache.cost.model),
+                "num_observed": self.cache.cost.num_observed,
+            },
             "blocked": {r.rid: r.blocked_reason for r in list(waiting.values())[:32]},
         }
 

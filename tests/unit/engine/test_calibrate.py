@@ -1,0 +1,106 @@
+"""The cost model's first figures: bounded in time, on free blocks, true to what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from statewise.runtime.engine.calibrate import calibrate, describe
+from statewise.runtime.scheduler.batch import ScheduledBatch, StepResult
+from support.digest_worker import DigestWorker
+from support.engine import VOCAB, Driver, make_schema
+from support.sim_world import SimClock
+
+CHUNK = 512
+
+
+class TimedWorker(DigestWorker):
+    """Costs a fixed time, time per token and layer, and time per pair of tokens and layer."""
+
+    def __init__(self, token_s: float, *, blocks: int = 400, shape: str = "FWFWFWFW") -> None:
+        schema = make_schema(shape, 8, 16)
+        self.num_blocks = (blocks,) * schema.num_groups
+        super().__init__(schema, self.num_blocks, VOCAB, lambda rid: 0)
+        self.clock = SimClock()
+        self.token_s = token_s
+        self.pair_s = 1e-9
+        self.rows: list[tuple[int, int, int]] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        (row,) = batch.rows
+        size = len(row.tokens)
+        self.rows.append((row.start, size, row.num_layers))
+        share = row.num_layers / self.schema.num_layers
+        pairs = size * row.start + size * (size + 1) / 2
+        self.clock.pass_time(1e-4 + size * self.token_s * share + pairs * share * self.pair_s)
+        return super().execute(batch)
+
+
+def measured(worker: TimedWorker, budget_s: float = 1.0):  # type: ignore[no-untyped-def]
+    return calibrate(worker, worker.schema, worker.num_blocks, CHUNK, worker.clock, budget_s)
+
+
+def test_figures_are_those_of_the_worker() -> None:
+    worker = TimedWorker(1e-5)
+    model = measured(worker)
+    assert model.batches == (1, 16, 64, 256, 512)
+    for size in (16, 256, 512):
+        pairs = 1e-9 * size * (size + 1) / 2
+        expected = 1e-4 + size * 1e-5 + pairs + model.step_s
+        assert model.prefill_s(0, size) == pytest.approx(expected, rel=0.02)
+    half = model.prefill_s(0, 256, 4) - model.step_s
+    assert half == pytest.approx(1e-4 + 256 * 0.5e-5, rel=0.15)
+    behind = model.prefill_s(2048, 2048 + 64) - model.prefill_s(0, 64)
+    assert behind == pytest.approx(64 * 2048 * 1e-9, rel=0.1)
+
+
+@pytest.mark.parametrize("token_s", [1e-5, 1e-3, 1e-2, 1.0])
+def test_a_slow_worker_is_not_measured_for_long(token_s: float) -> None:
+    worker = TimedWorker(token_s)
+    model = measured(worker)
+    assert worker.clock.monotonic() <= max(1.0, 2.1 * token_s)
+    assert model.prefill_s(0, 256) > 0
+    assert model.depths[-1] == 1.0
+
+
+def test_a_small_pool_bounds_the_trials() -> None:
+    worker = TimedWorker(1e-5, blocks=10)
+    model = measured(worker)
+    assert max(start + size for start, size, _ in worker.rows) <= 80
+    assert model.batches == (1, 16, 64)
+    assert model.pair_s == 0.0
+
+
+def test_snapshot_groups_do_not_bound_the_trials() -> None:
+    worker = TimedWorker(1e-5, shape="FRR")
+    worker.num_blocks = (400, 2)
+    assert measured(worker).batches[-1] == CHUNK
+
+
+def test_no_time_is_a_guess_from_one_token() -> None:
+    model = measured(TimedWorker(1e-5), budget_s=0.0)
+    assert model.batches == (1,)
+
+
+def test_figures_are_shown_as_plain_data() -> None:
+    shown = describe(measured(TimedWorker(1e-5)))
+    assert len(shown["tokens_per_s"]) == len(shown["depths"])
+    assert len(shown["tokens_per_s"][0]) == len(shown["batches"])
+    assert set(shown["tiers"]) == {"host", "disk", "remote"}
+
+
+def test_serving_refines_what_the_first_figures_say() -> None:
+    d = Driver(make_schema("FWF", 8, 12), (64, 64), chunked_prefill_size=64)
+    truth = d.worker.step_s + 64 * d.worker.token_s
+    model = d.core.cache.cost.model
+    off = abs(model.prefill_s(0, 64) - truth)
+    for i in range(40):
+        d.serve(f"r{i}", [1 + (i * 7 + j) % 90 for j in range(64)], 1)
+    assert d.core.cache.cost.num_observed >= 40
+    assert abs(d.core.cache.cost.model.prefill_s(0, 64) - truth) < off / 3
+    assert d.core.stats()["cost_model"]["num_observed"] == d.core.cache.cost.num_observed
+
+
+def test_decoding_teaches_nothing_about_prefills() -> None:
+    d = Driver(make_schema("FF", 8, 12), (64,))
+    d.serve("one", [1, 2, 3, 4], 30)
+    assert d.core.cache.cost.num_observed == 1
