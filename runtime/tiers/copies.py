@@ -97,7 +97,7 @@ class Copier:
         self._blocks = blocks
         self._clock = clock
         self._secret = secret
-        self._step_bytes = step_bytes
+        self.step_bytes = step_bytes
         self._row_bytes = [shape.row_bytes for shape in shapes]
         self._index = {shape.name: i for i, shape in enumerate(shapes)}
 
@@ -116,7 +116,7 @@ class Copier:
 
         return [
             self._step(first, run[0].group, len(run), run_of(run))
-            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self._step_bytes)
+            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self.step_bytes)
         ]
 
     def _demote(self, store: TierStore, pages: list[DevicePage]) -> list[PageResult]:
@@ -170,7 +170,7 @@ class Copier:
 
         return [
             self._step(first, run[0].group, len(run), run_of(run))
-            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self._step_bytes)
+            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self.step_bytes)
         ]
 
     def _load(self, store: TierStore, pages: list[LoadPage]) -> list[PageResult]:
@@ -205,6 +205,7 @@ class Copier:
                 results[i] = PageResult(Outcome.CORRUPT, bad_layers=bad, reason="digests differ")
             else:
                 results[i] = PageResult(Outcome.OK, pages[i].handle)
+        store.touch([result.handle for result in results if result.outcome is Outcome.OK])
         return results
 
     # ---------------------------------------------------------------- move
@@ -222,7 +223,7 @@ class Copier:
 
         return [
             self._step(first, group_of(run[0]), len(run), run_of(run))
-            for first, run in _cut(pages, group_of, self._row_bytes, self._step_bytes)
+            for first, run in _cut(pages, group_of, self._row_bytes, self.step_bytes)
         ]
 
 

@@ -316,7 +316,6 @@ class DiskTier:
             for place, result in zip(run, found, strict=True):
                 handle = handles[place.index]
                 results[place.index] = self._fetched(handle, place, result)
-        self._catalog.touch(one.handle for one in results if one.outcome is Outcome.OK)
         return results
 
     def _places(self, handles: Sequence[int]) -> list[Place]:

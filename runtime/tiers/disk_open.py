@@ -145,7 +145,11 @@ def _take_stock(
             found = _within(extent, by_extent.get(number, []), index, counters)
         else:
             found = _scanned(extents, extent, index, counters)
-        extents.trim(extent, max((row.offset + row.record_bytes for row in found), default=0))
+        if not found:
+            index.drop_extent(number)
+            extents.remove(extent)
+            continue
+        extents.trim(extent, max(row.offset + row.record_bytes for row in found))
         rows.extend(found)
     return rows
 

@@ -250,7 +250,6 @@ class HostTier:
             return Fetched(handle, Outcome.MISSING)
         slots = kept.group
         slots.readers[kept.slot] = slots.readers.get(kept.slot, 0) + 1
-        slots.order.move_to_end(handle)
         self._counters.add("pages_read")
         self._counters.add("bytes_read", slots.shape.block_bytes)
         return Fetched(handle, Outcome.OK, slots.row(self, kept.slot), kept.record)

@@ -125,7 +125,7 @@ class TierStore(Protocol):
         ...
 
     def fetch(self, handles: Sequence[int]) -> list[Fetched]:
-        """Payloads, in order."""
+        """Payloads, in order. Being fetched is no use: whoever uses a page says so by `touch`."""
         ...
 
     def release(self, fetched: Sequence[Fetched]) -> None:

@@ -46,7 +46,7 @@ from statewise.runtime.tiers.transfer import (
     TransferEngine,
 )
 
-SPILL_SHARE = 0.125  # of the host's slots: the oldest, copied to disk before they are evicted
+SPILL_SHARE = 0.125  # of the host's slots: copied to disk before they are wanted; at least a step's
 SPILL_PAGES = 256  # looked at each time, per group
 PROBE_PAGES = 64  # addresses of one step
 OnDone = Callable[[Transfer], None]
@@ -213,6 +213,7 @@ class Tiers:
 
         `results[i].handle` is the page's in the host tier.
         """
+        self.stores[tier].touch([handle for handle, _ in pages])
         steps = self._copier.move(self.stores[tier], self.stores[Tier.HOST], pages)
         transfer = Transfer("prefetch", tier, Priority.PREFETCH, steps, on_done)
         self.engine.submit(transfer)
@@ -253,7 +254,9 @@ class Tiers:
             return
         self._spilled_at = host.version
         for shape in self._shapes:
-            ahead = max(1, int(host.capacity(shape.name) * SPILL_SHARE))
+            slots = host.capacity(shape.name)
+            one_step = -(-self._copier.step_bytes // shape.row_bytes)
+            ahead = min(max(int(slots * SPILL_SHARE), one_step), slots // 2)
             short = min(ahead - host.num_free(shape.name), SPILL_PAGES)
             if short > 0:
                 self._spill_group(host, disk, shape.name, short)
