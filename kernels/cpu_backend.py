@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from statewise.kernels import abi, native
+from statewise.kernels import abi, native, row_steps
 from statewise.kernels.huge_pages import HugePages
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
@@ -243,7 +242,7 @@ class CpuOps(TorchOps):
         rows, stride = _flat_rows(x)
         few = rows <= self._max_rows.get(x.dtype, 0)
         if not few or stride < 0 or not _linear_fits(x, weight, bias):
-            return functional.linear(x, weight, bias)
+            return row_steps.linear(x, weight, bias)
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         p = abi.LinearParams()
         p.x, p.weight, p.out = x.data_ptr(), weight.data_ptr(), out.data_ptr()

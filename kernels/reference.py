@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from statewise.kernels import row_steps
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
 from statewise.kernels.recurrent_reference import causal_conv, delta_rule
@@ -232,7 +233,7 @@ class TorchOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., in] @ weight.T (+ bias)."""
-        return functional.linear(x, weight, bias)
+        return row_steps.linear(x, weight, bias)
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the weight itself."""
