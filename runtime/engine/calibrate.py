@@ -96,16 +96,24 @@ class _Stopwatch:
 
 
 def _by_batch(watch: _Stopwatch, batches: list[int]) -> dict[int, float]:
-    """Batch size -> seconds at full depth; what is too long for the time left is left out."""
+    """Batch size -> seconds at full depth; what is too long for the time left is left out.
+
+    From the second size on: a single token, which mostly reads weights, says little about many.
+    """
     found: dict[int, float] = {}
     expected = 0.0
     for i, size in enumerate(batches):
+        if i == 0 and len(batches) > 1:
+            continue
         if not watch.allows(expected):
             break
         found[size] = watch.seconds(0, size)
         growth = batches[i + 1] / size if i + 1 < len(batches) else 1.0
         expected = found[size] * growth
-    return found
+    first = found.get(batches[min(1, len(batches) - 1)], 0.0)
+    if batches[0] not in found and watch.allows(first):
+        found[batches[0]] = watch.seconds(0, batches[0])
+    return dict(sorted(found.items()))
 
 
 def _by_depth(watch: _Stopwatch, num_layers: int, by_batch: dict[int, float]) -> list[float]:

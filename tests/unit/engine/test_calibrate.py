@@ -57,7 +57,7 @@ def test_figures_are_those_of_the_worker() -> None:
 def test_a_slow_worker_is_not_measured_for_long(token_s: float) -> None:
     worker = TimedWorker(token_s)
     model = measured(worker)
-    assert worker.clock.monotonic() <= max(1.0, 2.1 * token_s)
+    assert worker.clock.monotonic() <= max(1.0, 17 * token_s)
     assert model.prefill_s(0, 256) > 0
     assert model.depths[-1] == 1.0
 
@@ -76,9 +76,9 @@ def test_snapshot_groups_do_not_bound_the_trials() -> None:
     assert measured(worker).batches[-1] == CHUNK
 
 
-def test_no_time_is_a_guess_from_one_token() -> None:
+def test_no_time_is_a_guess_from_one_small_batch() -> None:
     model = measured(TimedWorker(1e-5), budget_s=0.0)
-    assert model.batches == (1,)
+    assert model.batches == (16,)
 
 
 def test_figures_are_shown_as_plain_data() -> None:
