@@ -68,7 +68,10 @@ NEVER = {
     "multiprocessing": "it pickles; processes are started as subprocesses",
     "transformers": "run time reads models itself; it is an oracle for tests",
 }
-LAZY_ONLY = {"flashinfer", "sgl_kernel", "tvm_ffi", "triton", "llguidance", "xgrammar"}
+LAZY_ONLY = {
+    "flashinfer", "sgl_kernel", "tvm_ffi", "triton", "llguidance", "xgrammar",
+    "cryptography", "lz4", "obstore", "zstandard",
+}  # fmt: skip
 NO_TORCH_FOLDERS = ("statewise.frontend", "statewise.runtime.server", "statewise.runtime.tokenizer")
 
 FORBIDDEN_WORDS = (
