@@ -3,7 +3,9 @@
     lookup | begin | reserve | enter replay | reserve replay | execute
 
 The wrapped methods are the real ones; before each of them the seed may evict, drop or flush, as
-another thread or an operator could. Allocations may fail although blocks are free.
+another thread or an operator could. Allocations may fail although blocks are free. Between steps
+bits flip in cached blocks that no running request reads: whoever uses them next must notice, since
+these worlds audit every use.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from statewise.radix import Namespace, TokenKey
 from statewise.radix.results import Freed
+from statewise.radix.validation import Condition, Verdict
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 
@@ -94,20 +97,63 @@ class Faults:
         group = self.rng.randrange(self.sim.schema.num_groups)
         if self.sim.schema.groups[group].kind.is_snapshot:
             places = [s.position for s in match.snapshots if self.rng.random() < 0.5]
+            verdicts = [Verdict(group, Condition.LENGTH, position=p) for p in places]
         else:
             places = [p for p in range(match.logical_pages) if self.rng.random() < 0.3]
+            verdicts = [self._verdict(group, page) for page in places]
         if places:
             self.counts["drop"] += 1
-            self.sim.journal.add("drop at", seam, group, places)
-            self._free(self.cache.tree.drop(match, group, places))
+            self.sim.journal.add("drop at", seam, [str(v) for v in verdicts])
+            self.cache.validity.discard(match, verdicts, "simulation")
+
+    def _verdict(self, group: int, page: int) -> Verdict:
+        """One page failed as a whole, or one of its layers."""
+        layers = len(self.sim.schema.groups[group].layers)
+        if self.rng.random() < 0.5:
+            return Verdict(group, Condition.LENGTH, (page,))
+        return Verdict(group, Condition.CHECKSUM, (page,), layers=1 << self.rng.randrange(layers))
 
     def _free(self, freed: Freed) -> None:
         for pool, blocks in zip(self.cache.pools, freed.blocks, strict=True):
             pool.free(blocks)
 
     def between_steps(self) -> None:
-        """Poison what nobody owns."""
+        """Poison what nobody owns; flip bits of what nobody reads at this moment."""
+        if "bit_flips" in self.operations and self.rng.random() < 0.1:
+            self._flip()
         if "poison_free" in self.operations and self.rng.random() < 0.3:
             for group, pool in enumerate(self.cache.pools):
                 free = np.concatenate((pool.free_blocks(), pool.limbo_blocks()))
                 self.sim.worker.poison(group, free)
+
+    def _flip(self) -> None:
+        """Flip one bit of a cached block that is not in use."""
+        if any(request.replays for request in self.sim.core.scheduler.running):
+            return  # what a replay will read has been audited already
+        group = self.rng.randrange(self.sim.schema.num_groups)
+        idle = sorted(set(self.cache.tree.blocks(group).tolist()) - self._in_use(group))
+        if not idle:
+            return
+        words = self.sim.worker.blocks(group)
+        where = (
+            self.rng.randrange(words.shape[0]),
+            self.rng.choice(idle),
+            self.rng.randrange(words.shape[2]),
+            self.rng.randrange(64),
+        )
+        self.counts["bit flip"] += 1
+        self.sim.journal.add("flip", group, where)
+        self.sim.worker.flip(group, *where)
+
+    def _in_use(self, group: int) -> set[int]:
+        """Blocks that a running request may read without looking again."""
+        used: set[int] = set()
+        for request in self.sim.core.scheduler.running:
+            if request.sequence is not None:
+                used.update(request.sequence.view(group).tolist())
+        for _, node in self.cache.tree.topology.nodes():
+            used.update(c.block for c in node.condemned if c.group == group)
+            for checkpoint in node.checkpoints.values():
+                if checkpoint.locks:
+                    used.update(b.block for b in checkpoint.blocks if b.group == group)
+        return used

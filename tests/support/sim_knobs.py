@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statewise.radix.schema import CacheSchema
 from support.sim_schema import make_schema
 
-# Every model shape; what follows the colon is how often, relative to the others.
+# Every model shape, equally often.
 SHAPES = (
     "FF", "FWF", "WFW", "WW", "FWV", "WWWF", "FWfw", "SFS", "KFK", "FK",
     "C", "WCH", "CC", "HFC", "WHC", "FRR", "RF", "RWF", "CR", "FS",
@@ -78,14 +78,15 @@ def draw_knobs(rng: random.Random) -> Knobs:
         "disable_radix_cache": rng.random() < 0.05,
         "deterministic": rng.random() < 0.15,
         "watermark": rng.choice([0.0, 0.02, 0.2]),
+        "audit_rate": 1.0 if "bit_flips" in operations or rng.random() < 0.1 else 0.0,
     }
     return Knobs(
         schema=schema,
         num_blocks=_draw_pools(rng, schema),
         settings=settings,
         operations=operations,
-        num_requests=rng.randrange(4, 12),
-        audit_every=rng.choice([1, 5, 20]),
+        num_requests=rng.randrange(4, 14),
+        audit_every=rng.choice([1, 7, 25]),
         hopeful=rng.random() < 0.4,
     )
 

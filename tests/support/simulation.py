@@ -70,6 +70,7 @@ class Client:
     prompt: list[int]
     max_new: int
     salt: str
+    incarnation: int = 0  # of the engine it was sent to
     expects_error: str = ""  # code of the terminal error, for requests that can never run
     may_end: frozenset[str] = frozenset({"stop", "length"})
     tokens: list[int] = field(default_factory=list)
@@ -155,12 +156,11 @@ class Simulation:
     def _run(self) -> Result:
         for i in range(self.knobs.num_requests):
             self._arrive(f"r{i}")
-            steps = self.rng.randrange(0, 10)
+            steps = self.rng.randrange(0, 8)
             if "bursts" in self.knobs.operations and self.rng.random() < 0.5:
                 steps = 0
-            for _ in range(steps):
-                self.step()
-                self._between_steps()
+            self._storm(steps)
+        self._storm(self.rng.randrange(0, 15))
         self.faults.calm()
         for _ in range(MAX_STEPS):
             if not self.core.has_work():
@@ -171,6 +171,12 @@ class Simulation:
         self._check_ends()
         self._check_quiescence()
         return self._result()
+
+    def _storm(self, num_steps: int) -> None:
+        """Steps with faults and operations between them."""
+        for _ in range(num_steps):
+            self.step()
+            self._between_steps()
 
     # ---------------------------------------------------------------- steps
 
@@ -235,14 +241,15 @@ class Simulation:
 
     def _arrive(self, rid: str) -> None:
         rng, operations = self.rng, self.knobs.operations
-        stem = rng.choice(self.history)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)]
+        stem = rng.choice(self.history[-6:])
+        shared = len(stem) if rng.random() < 0.5 else rng.randrange(1, len(stem) + 1)
+        prompt = stem[:shared]
         prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 20]))]
         grows = "long_outputs" in operations and rng.random() < 0.5
         prompt = prompt[: 30 if grows else 90]
-        max_new = rng.choice([30, 50, 70]) if grows else rng.choice([0, 1, 5, 20])
-        salt = rng.choice(["", "", "other"]) if "salts" in operations else ""
-        client = Client(rid, prompt, max_new, salt)
+        max_new = rng.choice([15, 30, 45]) if grows else rng.choice([0, 1, 3, 8])
+        salt = rng.choice(["", "", "", "other"]) if "salts" in operations else ""
+        client = Client(rid, prompt, max_new, salt, self.num_restarts)
         if "bad_requests" in operations and rng.random() < 0.1:
             self._spoil(client)
         self.clients[rid] = client
@@ -280,7 +287,7 @@ class Simulation:
         open_clients = [c for c in self.clients.values() if c.finish is None]
         for name, chance in (
             ("abort", 0.03), ("flush", 0.01), ("stop_matched", 0.02), ("clock_jumps", 0.03),
-            ("worker_death", 0.005), ("weight_updates", 0.01), ("questions", 0.05),
+            ("worker_death", 0.01), ("weight_updates", 0.015), ("questions", 0.05),
         ):  # fmt: skip
             if name in operations and rng.random() < chance:
                 getattr(self, f"_{name}")(rng.choice(open_clients) if open_clients else None)
@@ -318,11 +325,9 @@ class Simulation:
         self.worker.dies_at_step = 0
 
     def _weight_updates(self, client: Client | None) -> None:
-        update = getattr(self.core, "update_weights", None)
-        if update is not None:
-            self.journal.add("weights", self.epoch + 1)
-            self.epoch += 1
-            update()
+        self.epoch += 1
+        self.journal.add("weights", self.epoch)
+        self.core.update_weights()
 
     def _questions(self, client: Client | None) -> None:
         """Ask what changes nothing."""
@@ -373,6 +378,12 @@ class Simulation:
                 f"quiescence: group {pool.group} has {pool.num_free} of {pool.num_blocks} free",
             )
         self.require(not self.core.scheduler.running, "quiescence: something still runs")
+        ran = {
+            c.rid
+            for c in self.clients.values()
+            if c.incarnation == self.num_restarts and not c.expects_error
+        }
+        self.require(self.worker.released == ran, "one end: the worker released other requests")
 
     def _result(self) -> Result:
         reports = [c.report for c in self.clients.values() if c.report is not None]
