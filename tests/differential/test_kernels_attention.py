@@ -5,6 +5,7 @@ Pools are poisoned (see support.attention_cases), so reading one slot too many i
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,13 @@ CASES = {
 }
 
 
+@functools.cache
+def prepared(case: Case) -> tuple[Step, np.ndarray]:
+    """A step, which nobody may change, and its exact result."""
+    step = make_step(case)
+    return step, expected_output(step)
+
+
 def computed(backend: AttentionBackend, step: Step) -> torch.Tensor:
     """Append, then attend, on a copy of the step's pool."""
     pool = step.pool.clone()
@@ -62,8 +70,8 @@ def assert_close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_the_definition(name: str, dtype: torch.dtype) -> None:
-    step = make_step(replace(CASES[name], dtype=dtype))
-    assert_close(computed(TorchAttention(), step), expected_output(step), TOLERANCE[dtype])
+    step, expected = prepared(replace(CASES[name], dtype=dtype))
+    assert_close(computed(TorchAttention(), step), expected, TOLERANCE[dtype])
 
 
 @needs_native
@@ -71,18 +79,18 @@ def test_reference_equals_the_definition(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_native_equals_the_definition(name: str, dtype: torch.dtype, instruction_set: str) -> None:
-    step = make_step(replace(CASES[name], dtype=dtype))
+    step, expected = prepared(replace(CASES[name], dtype=dtype))
     with native_setting(instruction_set, num_threads=2):
-        assert_close(computed(CpuAttention(), step), expected_output(step), TOLERANCE[dtype])
+        assert_close(computed(CpuAttention(), step), expected, TOLERANCE[dtype])
 
 
 @needs_native
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_queries_may_be_wider_than_the_pool(instruction_set: str) -> None:
     case = replace(CASES["grouped heads"], dtype=torch.bfloat16, q_dtype=torch.float32)
-    step = make_step(case)
+    step, expected = prepared(case)
     with native_setting(instruction_set):
-        assert_close(computed(CpuAttention(), step), expected_output(step), 2e-5)
+        assert_close(computed(CpuAttention(), step), expected, 2e-5)
 
 
 @needs_native

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statewise.kernels.blocks import block_digests, copy_blocks, numpy_digests
@@ -58,6 +58,7 @@ def test_every_flipped_bit_changes_the_digest() -> None:
             assert after[1] != before[1], f"byte {byte} bit {bit}"
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_moved_words_change_the_digest(data: st.DataObject) -> None:
     words = data.draw(st.lists(st.integers(0, 2**63 - 1), min_size=2, max_size=12, unique=True))
