@@ -3,6 +3,7 @@
     statewise serve --model-path ...     start a server
     statewise make-tiny-model ARCH DIR   write a tiny random checkpoint, to try things with
     statewise rpc-keys DIR NAME ...      make CURVE keys for an RPC endpoint and its clients
+    statewise cache ls|verify|gc|export|import DIR ...  look after a disk cache
     statewise version
 
 Each command imports what it needs when it runs, so that `statewise version` costs milliseconds.
@@ -61,6 +62,13 @@ def rpc_keys(argv: Sequence[str]) -> int:
     return 0
 
 
+def cache(argv: Sequence[str]) -> int:
+    """List, verify, clean, export or import a disk cache."""
+    from statewise.frontend.cache_command import main as run
+
+    return run(argv)
+
+
 def version(_argv: Sequence[str]) -> int:
     """Print the version."""
     print(f"statewise {__version__}")
@@ -71,6 +79,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "make-tiny-model": make_tiny_model,
     "rpc-keys": rpc_keys,
+    "cache": cache,
     "version": version,
 }
 

@@ -30,6 +30,12 @@ class Progress:
             self._done += 1
             self._draw()
 
+    def to(self, done: int) -> None:
+        """So many items are done."""
+        with self._lock:
+            self._done = done
+            self._draw()
+
     def close(self) -> None:
         """End the line."""
         with self._lock:

@@ -26,7 +26,7 @@ from pathlib import Path
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.body import Bodies
-from statewise.runtime.tiers.buffers import Arena, Row
+from statewise.runtime.tiers.buffers import Arena, Bytes, Row
 from statewise.runtime.tiers.catalog import Catalog
 from statewise.runtime.tiers.disk_index import ExtentRow, IndexRow
 from statewise.runtime.tiers.disk_open import Opened, open_directory
@@ -35,7 +35,7 @@ from statewise.runtime.tiers.extents import EXTENT_HEADER_BYTES, Extent
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.health import RETRY_S, Health
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageRecord
-from statewise.runtime.tiers.record import RecordError, header_bytes
+from statewise.runtime.tiers.record import Header, RecordError, header_bytes
 from statewise.runtime.tiers.store import NO_HANDLE, Counters, Fetched, Outcome, TierStatus
 from statewise.runtime.tiers.writing import Batch
 
@@ -91,7 +91,7 @@ class DiskTier:
         self._extents, self._index = opened.extents, opened.index
         self._catalog.add(opened.rows)
         self._current: Extent | None = None
-        least = EXTENT_HEADER_BYTES + max(_record_bytes(shape) for shape in shapes)
+        least = EXTENT_HEADER_BYTES + max(map(_record_bytes, shapes), default=0)
         self._extent_bytes = max(min(options.extent_bytes, options.budget_bytes // 8), least)
 
     # ---------------------------------------------------------------- control plane
@@ -180,21 +180,26 @@ class DiskTier:
                 continue
             shape = self._shapes[record.address.group]
             batch.add(*self.bodies.encode(shape, record, row.data), row)
-        if batch.is_empty:
-            return
+        if not batch.is_empty:
+            self._write_batch(batch)
+
+    def _write_batch(self, batch: Batch) -> int:
+        """Write what can be written; returns how many pages were. The write lock is held."""
         if self._opened is None or not self._health.may_write():
             self._counters.add("refused", len(batch))
-            return
+            return 0
+        payload_bytes = batch.payload_bytes
         try:
             written = self._write(batch)
         except (OSError, sqlite3.Error) as error:
             self._counters.add("refused", len(batch))
             self._health.write_failed(error)
             self._abandon()
-            return
+            return 0
         self._health.write_ok()
         self._counters.add("pages_written", written)
-        self._counters.add("bytes_written", batch.payload_bytes)
+        self._counters.add("bytes_written", payload_bytes)
+        return written
 
     def _write(self, batch: Batch) -> int:
         """Write a batch, in parts that fit the extents; returns how many pages were."""
@@ -357,6 +362,37 @@ class DiskTier:
     def release(self, fetched: Sequence[Fetched]) -> None:
         """See `TierStore`."""
         self.discard([one.row for one in fetched if one.row is not None])
+
+    # ---------------------------------------------------------------- maintenance
+
+    def all_handles(self) -> list[int]:
+        """Handles of all pages, by place."""
+        return [h for e in self._extents.all() for h, _, _ in self._catalog.in_extent(e.id)]
+
+    def read_record(self, handle: int) -> tuple[Header, Bytes] | RecordError | OSError:
+        """A page as it is stored, verified; a damaged one is counted and dropped."""
+        row = self._catalog.row_of(handle)
+        if row is None:
+            return RecordError("missing", "the page is gone")
+        try:
+            return read_stored(self._extents, row)
+        except (RecordError, OSError) as error:
+            self._failed(handle, row, error)
+            return error
+
+    def take_records(self, records: Sequence[tuple[Header, Bytes]]) -> int:
+        """Store records of another container as they are; returns how many were."""
+        batch = Batch(self._clock.wall())
+        for header, body in records:
+            if header.page.address.key not in batch.keys:
+                batch.add(header, body, None)
+        with self._write_lock:
+            return 0 if batch.is_empty else self._write_batch(batch)
+
+    def compact_index(self) -> None:
+        """Shrink the index's file."""
+        with self._write_lock:
+            self._index.compact()
 
     # ---------------------------------------------------------------- end
 

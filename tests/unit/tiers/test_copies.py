@@ -324,7 +324,7 @@ def test_an_index_is_stored_with_what_it_routes_into(tmp_path: Path) -> None:
 
 
 def test_random_walks_never_bring_wrong_bytes(tmp_path: Path) -> None:
-    """F15: each page carries its owner; any order of demotions, loads, evictions keeps them apart."""
+    """F15: each page carries its owner, in any order of demotions, loads and evictions."""
     rng = np.random.default_rng(5)
     disk: DiskTier = open_disk(tmp_path / "c", budget=300 << 10, extent=64 << 10)
     world = World([HostTier(SHAPES, [8, 8]), disk])

@@ -1,0 +1,111 @@
+"""`statewise cache`: what an operator sees and can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from statewise.frontend.cli import main
+from statewise.runtime.tiers.body import Bodies, Keys
+from statewise.runtime.tiers.store import Outcome
+from support.tier_faults import flip_bit
+from support.tier_pages import FULL, WINDOW, addresses, check_fetch, open_disk, store_pages
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    disk = open_disk(tmp_path / "c")
+    store_pages(disk, addresses(6))
+    store_pages(disk, addresses(2, WINDOW), WINDOW)
+    disk.close()
+    return tmp_path / "c"
+
+
+def damage(directory: Path, page: int) -> None:
+    (path,) = (directory / "extents").iterdir()
+    flip_bit(path, 8 * (4096 + page * 8192 + 4096 + 5))
+
+
+def test_ls_shows_groups_beside_a_running_server(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = open_disk(cache)
+    assert main(["cache", "ls", str(cache)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["full", "6"], ["window", "2"]]
+    assert "8 pages" in out
+    disk.close()
+
+
+def test_verify_finds_and_drops_damage(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "verify", str(cache)]) == 0
+    assert "8 pages are whole" in capsys.readouterr().out
+    damage(cache, 2)
+    assert main(["cache", "verify", str(cache)]) == 1
+    shown = capsys.readouterr()
+    assert "1 damaged (body)" in shown.out
+    assert "100%" in shown.err
+    assert main(["cache", "verify", str(cache)]) == 0
+    assert "7 pages are whole" in capsys.readouterr().out
+
+
+def test_gc_drops_old_pages(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "gc", str(cache)]) == 0
+    assert "0.0 MiB given back" in capsys.readouterr().out
+    assert main(["cache", "gc", str(cache), "--ttl-hours", "1"]) == 0
+    assert "0.1 MiB given back" in capsys.readouterr().out
+    assert main(["cache", "ls", str(cache)]) == 0
+    assert "0 pages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keys", [None, Keys(bytes(32))])
+def test_what_is_exported_can_be_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: Keys | None
+) -> None:
+    bodies = Bodies("none", keys)
+    where = addresses(6, secret=bodies.secret)
+    disk = open_disk(tmp_path / "c", bodies=bodies)
+    store_pages(disk, where, secret=bodies.secret)
+    disk.close()
+    file = tmp_path / "pages.swx"
+    assert main(["cache", "export", str(tmp_path / "c"), str(file)]) == 0
+    assert "6 pages in" in capsys.readouterr().out
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 0
+    assert "6 pages are new, 0 were known, 0 damaged" in capsys.readouterr().out
+    disk = open_disk(tmp_path / "d", bodies=bodies)
+    handles = disk.find([a.key for a in where])
+    assert check_fetch(disk, handles, where, FULL) == [Outcome.OK] * 6
+    disk.close()
+    assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 0
+    assert "0 pages are new, 6 were known" in capsys.readouterr().out
+
+
+def test_damaged_pages_are_not_imported(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pages.swx"
+    assert main(["cache", "export", str(cache), str(file)]) == 0
+    flip_bit(file, 8 * (4096 + 8192 + 4096 + 9))
+    assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 1
+    assert "7 pages are new, 0 were known, 1 damaged" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_said(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").write_text("text")
+    for words, why in [
+        (["ls", str(tmp_path / "nowhere")], "holds no disk cache"),
+        (["verify", str(tmp_path / "empty")], "holds no disk cache"),
+        (["export", str(cache), str(tmp_path / "other")], "exists"),
+        (["import", str(tmp_path / "new"), str(tmp_path / "other")], "no exported cache"),
+    ]:
+        assert main(["cache", *words]) == 2
+        assert why in capsys.readouterr().err
+    disk = open_disk(cache)
+    assert main(["cache", "verify", str(cache)]) == 2
+    assert "in use by process" in capsys.readouterr().err
+    disk.close()
