@@ -1,4 +1,4 @@
-"""The tree behind the adapter interface of the prefix-tree benchmark, for measuring it beside others.
+"""The tree behind the prefix-tree benchmark's adapter interface: measured beside others.
 
     FullCache      one FULL group
     HybridCache    FULL + WINDOW

@@ -75,7 +75,7 @@ def is_whole(match: Match, group: int, lo: int, hi: int) -> bool:
 
 
 def checksums(match: Match, group: int) -> UInt64 | None:
-    """[logical_pages, layers of the group] recorded checksums, 0 where none; None if none at all."""
+    """[logical_pages, layers of the group] checksums, 0 where none; None if no page has one."""
     if all(segments[group].aside.checksums is None for segments in match.segments):
         return None
     out = np.zeros((match.logical_pages, len(match.schema.groups[group].layers)), dtype=np.uint64)

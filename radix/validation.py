@@ -1,12 +1,12 @@
 """The validation chain: whether what a match found is usable as it stands.
 
-    layer             question                                          fails with
-    1 integrity       is the block the one that was written, whole?     GENERATION OUT_OF_POOL LAYERS
-                                                                        CHECKSUM LENGTH
-    2 kernel ABI      can the backend in use read these bytes?          MODEL ATTENTION LAYOUT
-                                                                        WEIGHTS OPERATOR
-    3 intersection    do all groups agree at this position?             ABSENT DEPENDENCY BOUNDARY
-    4 alignment       may the kernels touch these addresses?            ALIGNMENT
+    layer             question                                      fails with
+    1 integrity       is the block the one that was written, whole? GENERATION OUT_OF_POOL LAYERS
+                                                                    CHECKSUM LENGTH
+    2 kernel ABI      can the backend in use read these bytes?      MODEL ATTENTION LAYOUT
+                                                                    WEIGHTS OPERATOR
+    3 intersection    do all groups agree at this position?         ABSENT DEPENDENCY BOUNDARY
+    4 alignment       may the kernels touch these addresses?        ALIGNMENT
 
 Pure: it reads the match and the environment, and returns verdicts; nothing raises, nothing is
 dropped here. A page is reported once, by the first layer it fails. Every hit goes through the

@@ -48,7 +48,7 @@ def report_of(outcome: Outcome) -> tuple[int, int]:
 
 @pytest.mark.parametrize("shape", ALL_KINDS)
 def test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most(shape: str) -> None:
-    """A block whose generation moved behind the tree's back is found, dropped and planned around."""
+    """A block whose generation moved behind the tree's back is found and planned around."""
     prompt = tokens(24, 1)
     num_groups = schema_of(shape).num_groups
     for group in range(num_groups):

@@ -2,7 +2,7 @@
 
     python tools/simulate.py --seeds 10000 --jobs 2 --json results/simulation.json
     python tools/simulate.py --minutes 120 --jobs 2              a soak: seeds until the time is up
-    python tools/simulate.py --seeds 1 --first 4711              one seed; a violation tells its story
+    python tools/simulate.py --seeds 1 --first 4711          one seed; a violation tells its story
 
 Every seed is a whole world (docs/simulation.md). `--twice N` runs every N-th seed a second time and
 compares journals. Exit status 1 if any law was broken; the seed alone repeats it.

@@ -4,7 +4,8 @@
               |  tree's blocks, leased  |  own blocks  |
 
 A window group's entries below `live_from[g]` are -1: those blocks went back (to the tree or the
-pool) when the window moved on. Pages of sink tokens, [0, sink_pages[g]), stay. Snapshot groups keep their working block at index 0.
+pool) when the window moved on. Pages of sink tokens, [0, sink_pages[g]), stay. Snapshot groups
+keep their working block at index 0.
 
 This module does not allocate or free: `PrefixCache` does.
 """

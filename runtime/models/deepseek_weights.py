@@ -5,7 +5,7 @@
     head.weight                  head.weight                    lm_head.weight
     layers.0.attn.wq_a.weight    model.layers.0.attn.wq_a...    model.layers.0.self_attn.q_a_proj...
     layers.0.attn.kv_norm        model.layers.0.attn.norm       model.layers.0.self_attn.kv_norm
-    layers.0.ffn.experts.0.w1    model.layers.0.ffn.experts...  model.layers.0.mlp.experts.gate_up_proj
+    layers.0.ffn.experts.0.w1    model.layers.0.ffn.experts...  model.layers.0.mlp.experts.gate_up
 
 The model asks for the published names. This module reads no tensor.
 """

@@ -12,7 +12,7 @@ from statewise.runtime.errors import ModelLoadError
 
 
 def map_file(path: Path, least_bytes: int, access: int) -> mmap.mmap:
-    """Map a file of at least `least_bytes`; ModelLoadError where it cannot be read or is shorter."""
+    """Map a file of at least `least_bytes`; ModelLoadError where it is unreadable or shorter."""
     try:
         with path.open("rb") as handle:
             size = path.stat().st_size

@@ -76,7 +76,7 @@ class Rope:
 
 
 def rope_first(weight: Tensor, head_dim: int, rope_dim: int, dim: int = 0) -> Tensor:
-    """Reorder the channels of every head along `dim`: from [rest | pairs] to [firsts | seconds | rest].
+    """Reorder each head's channels along `dim`: from [rest | pairs] to [firsts | seconds | rest].
 
     `dim` holds whole heads of `head_dim` channels, the last `rope_dim` of which are interleaved
     pairs.

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 equals transformers on tiny checkpoints, in any chunking and from any resumed state."""
+"""DeepSeek-V4 equals transformers on tiny checkpoints, in any chunking, from any resumed state."""
 
 from __future__ import annotations
 

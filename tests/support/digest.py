@@ -7,14 +7,14 @@ over 64-bit words with wrap-around:
     hidden[l+1, t]   = mix(hidden[l, t], readout of each group of layer l, l)
     next token       = mix(hidden[L, t]) % vocab
 
-    group            state                                                  readout at t
-    FULL             e[t] = mix(hidden, t, key)                             sum of e[i] * odd(i), i <= t
-    WINDOW, CHUNKED  the same                                               ... i in the window, sinks
-    TAIL(m, o)       raw[t] = mix(hidden, t, key), of the open window       nothing
-    COMPRESSED(m)    c[j] = mix(sum of raw[i] * odd(i), i < m(j+1),         sum of c[j] * odd(j) over the
-                     i >= mj - o; key)                                      complete ones that are routed
-    INDEX(m)         x[j] = mix(the same sum, key)                          routes: bit (hidden & 1) of x[j]
-    RECURRENT        s = s * STEP + mix(hidden, t, key)                     mix(s)
+    group           state                                      readout at t
+    FULL            e[t] = mix(hidden, t, key)                 sum of e[i] * odd(i), i <= t
+    WINDOW, CHUNKED the same                                   ... i in the window, sinks
+    TAIL(m, o)      raw[t] = mix(hidden, t, key), open window  nothing
+    COMPRESSED(m)   c[j] = mix(sum of raw[i] * odd(i),         sum of c[j] * odd(j) over the
+                    mj - o <= i < m(j+1); key)                 complete ones that are routed
+    INDEX(m)        x[j] = mix(the same sum, key)              routes: bit (hidden & 1) of x[j]
+    RECURRENT       s = s * STEP + mix(hidden, t, key)         mix(s)
 
 The dependency structure is that of the real models: a missing, stale, misplaced, half-written or
 foreign block changes the output at once, and a window layer is exact only W-1 tokens after its
@@ -134,7 +134,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does, in order: groups are indices, paired with the layer whose state it is."""
+    """What one layer does, in order: group indices, paired with the layer whose state it is."""
 
     paged: tuple[tuple[int, int, bool], ...]  # (group, owning layer, is the owner)
     compressors: tuple[Compressor, ...]

@@ -54,7 +54,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class World:
-    """What is cached for one prompt: pages per paged group, snapshot boundaries per snapshot group."""
+    """What is cached for a prompt: pages per paged group, boundaries per snapshot group."""
 
     schema: CacheSchema
     num_pages: int

@@ -20,7 +20,7 @@ K = GroupKind
 def make_schema(
     shape: str, page_size: int, window: int, *, ratio: int = 2, long_ratio: int = 4, sinks: int = 2
 ) -> CacheSchema:
-    """Groups of a model whose layers are the letters of `shape`; the ratios must divide the page."""
+    """Groups of a model whose layers are the letters of `shape`; ratios must divide the page."""
     groups: list[StateGroupSpec] = []
 
     def add(name: str, kind: GroupKind, letters: str, **more: Any) -> None:

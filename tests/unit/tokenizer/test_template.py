@@ -12,7 +12,8 @@ from statewise.runtime.tokenizer.template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim"
-    " + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    " + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA_LIKE = (
     "{% for m in messages %}{% set content = '<|h|>' + m['role'] + '<|/h|>\n\n'"
@@ -95,7 +96,8 @@ def test_extensions_and_functions_of_published_templates() -> None:
 
 
 def test_blocks_are_trimmed_as_templates_expect() -> None:
-    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n"
+    body = "    {% if true %}\n{{ m.content }}\n    {% endif %}\n"
+    source = "{% for m in messages %}\n" + body + "{% endfor %}\n"
     assert template(source).render(user("a")).plain == "a\n"
 
 
