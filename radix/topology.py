@@ -148,6 +148,20 @@ class Topology:
                 yield self.namespaces[key], node
                 stack.extend(reversed(node.children.values()))
 
+    def holds(self, node: Node) -> bool:
+        """Whether `node` is still part of the tree."""
+        if node.parent is None:
+            return self.roots.get(node.key) is node
+        return node.protect > 0 or node in self.recency
+
+    def path_of(self, node: Node) -> tuple[Namespace, TokenKey]:
+        """Namespace and tokens from the root to the end of `node`."""
+        runs: list[bytes] = []
+        while node.parent is not None:
+            runs.append(node.key)
+            node = node.parent
+        return self.namespaces[node.key], TokenKey.from_bytes(b"".join(reversed(runs)))
+
     # ---------------------------------------------------------------- growing
 
     def split(self, node: Node, page: int) -> Node:

@@ -194,6 +194,12 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
             "service", "share of cached pages whose checksum is compared at use; 0: none is kept"
         ),
     ] = 0.0
+    patrol_blocks: Annotated[
+        int,
+        _count(
+            "service", "cached blocks compared with their checksums in each idle moment; 0: none"
+        ),
+    ] = 64
 
 
 def checked(settings: dict[str, Any]) -> ServerArgs:

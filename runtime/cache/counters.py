@@ -36,7 +36,7 @@ class CacheCounters:
         self.evicted_blocks = Labelled(
             "Blocks that left the tree, by group and cause.", "group", "cause"
         )
-        self.patrolled_pages = Labelled("Pages whose checksum the patrol compared.", "group")
+        self.patrolled_blocks = Labelled("Blocks that the patrol compared.", "group")
 
     def validated(self, verdicts: Iterable[Verdict]) -> None:
         """Count the hit of an admitted request, with the verdicts of its lookup."""
@@ -62,6 +62,10 @@ class CacheCounters:
                 source,
                 amount=max(len(verdict.pages), 1),
             )
+
+    def patrolled(self, group: int, num_blocks: int) -> None:
+        """Count blocks that the patrol compared."""
+        self.patrolled_blocks.add(self._names[group], amount=num_blocks)
 
     def failures(self, condition: Condition) -> int:
         """Count of pages and blocks that failed on one condition."""

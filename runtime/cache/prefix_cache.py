@@ -39,6 +39,7 @@ from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.counters import CacheCounters
+from statewise.runtime.cache.patrol import CachePatrol
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence, Standing
@@ -115,6 +116,7 @@ class PrefixCache:
         sums = BlockChecksums(schema, num_blocks, digest if audit_rate > 0.0 else None)
         self._blocks = Blocks(self.tree, self.pools, sums, self.counters)
         self.validity = Validity(schema, self.tree, self._blocks, self.counters, audit_rate)
+        self.patrol = CachePatrol(self.tree, self._blocks, self.validity, self.counters)
         parts = (schema, self.tree, self._blocks, self._copies)
         self._recovery = RecoveryExecutor(*parts, self.validity)
         self._snapshots = Snapshots(*parts)

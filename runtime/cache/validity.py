@@ -18,6 +18,7 @@ import numpy as np
 from statewise.radix import Duplicates, Lease, Match, RadixTree, StampTable, TokenKey, Written
 from statewise.radix.schema import CacheSchema
 from statewise.radix.validation import (
+    ChainLayer,
     Condition,
     GroupEnv,
     ValidationEnv,
@@ -27,6 +28,9 @@ from statewise.radix.validation import (
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.recall import Recalls
+
+# Layers of the chain whose failures the tree does not know of by itself.
+DAMAGE = (ChainLayer.INTEGRITY, ChainLayer.ALIGNMENT)
 
 
 class Validity:
@@ -74,9 +78,13 @@ class Validity:
         return validate(match, env, None, self._num_audits), False
 
     def discard(self, match: Match, verdicts: Iterable[Verdict], source: str) -> None:
-        """Take what failed out of reach: whole pages leave the tree, single layers are marked."""
+        """Take what failed out of reach: whole pages leave the tree, single layers are marked.
+
+        State of another stamp, or over another version of its source, is out of reach already:
+        it stays until something replaces it.
+        """
         new = [v for v in verdicts if v.is_fault and v.condition is not Condition.LAYERS]
-        for verdict in new:
+        for verdict in [v for v in new if v.layer in DAMAGE]:
             self.recalls.add(verdict.group, _blocks_of(match, verdict))
             if verdict.layers and verdict.pages:
                 self._tree.mark_invalid(

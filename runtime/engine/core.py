@@ -259,6 +259,16 @@ class EngineCore:
         request.num_sent = len(request.output_ids)
         request.logprobs.clear()
 
+    # ---------------------------------------------------------------- idle moments
+
+    def idle(self) -> bool:
+        """Use a moment without work for a bounded piece of background work.
+
+        True: there is more to do soon. Compares a few cached blocks with their checksums.
+        """
+        limit = self.args.patrol_blocks
+        return limit > 0 and self.cache.patrol.step(limit) > 0
+
     # ---------------------------------------------------------------- the step
 
     def has_work(self) -> bool:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 Sink = Callable[[TextDelta], None]
 
 QUIET_POLL_S = 0.001  # while work is open but a step gave nothing (a grammar compiles)
+IDLE_POLL_S = 0.05  # while there is background work only
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,8 @@ class EngineLoop:
         wait: float | None = None
         if self._core.has_work():
             wait = QUIET_POLL_S if self._is_quiet else 0.0
+        elif self._commands.empty() and self._core.idle():
+            wait = IDLE_POLL_S
         while True:
             try:
                 command = self._commands.get(wait != 0.0, wait or None)

@@ -39,6 +39,7 @@ from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
 
 MAX_EARLY_ABORTS = 65536
 QUIET_POLL_MS = 1
+BACKGROUND_POLL_MS = 50
 PROGRESS_INTERVAL_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class Engine(Protocol):
 
     def has_work(self) -> bool:
         """Whether `step` would do something."""
+        ...
+
+    def idle(self) -> bool:
+        """Do a piece of background work; whether there is more of it soon."""
         ...
 
     def match(self, input_ids: NDArray[np.int32], cache_options: CacheOptions) -> dict[str, Any]:
@@ -129,6 +134,8 @@ class SchedulerLoop:
             self._poll_ms = 0 if deltas else QUIET_POLL_MS
             if not self._engine.has_work():
                 self._poll_ms = IDLE_POLL_MS
+        elif self._engine.idle():
+            self._poll_ms = BACKGROUND_POLL_MS
         self._child.beat(self._engine.stats)
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:

@@ -92,6 +92,10 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self._open) or bool(self._outbox)
 
+    def idle(self) -> bool:
+        """Nothing to do in the background."""
+        return False
+
     def step(self) -> list[TokenDelta]:
         if self._open and self._step_s:
             time.sleep(self._step_s)
