@@ -13,7 +13,7 @@ This module measures nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class FullCache:
 
     # ---------------------------------------------------------------- interface
 
-    def key(self, tokens: Sequence[int], n: int) -> TokenKey:
+    def key(self, tokens: array[int], n: int) -> TokenKey:
         """Key of the first n tokens."""
         return TokenKey(np.frombuffer(tokens, dtype=np.int64)[:n])
 

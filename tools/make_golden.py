@@ -108,7 +108,8 @@ def golden(name: str) -> dict[str, Any]:
     path = locate_model(name).path
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model.eval()
     chats = CHATS if tokenizer.chat_template else []
     return {
         "model": name,
