@@ -4,6 +4,7 @@ The public names of the tree are exported here; README.md shows how they fit tog
 """
 
 from statewise.radix.cost import CostModel, CostObserver, TierCost
+from statewise.radix.forms import Cause, EventSink, Form, FormError, Transition
 from statewise.radix.key import Namespace, TokenKey
 from statewise.radix.lease import Lease
 from statewise.radix.match import Match, Snapshot
@@ -33,11 +34,15 @@ from statewise.radix.validation import (
 __all__ = [
     "Budget",
     "CacheSchema",
+    "Cause",
     "ChainLayer",
     "Condition",
     "CostModel",
     "CostObserver",
     "Duplicates",
+    "EventSink",
+    "Form",
+    "FormError",
     "Freed",
     "GroupEnv",
     "GroupKind",
@@ -61,6 +66,7 @@ __all__ = [
     "Tier",
     "TierCost",
     "TokenKey",
+    "Transition",
     "ValidationEnv",
     "Verdict",
     "Written",

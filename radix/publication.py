@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.forms import Cause, Ledger
 from statewise.radix.key import TokenKey, common_tokens
 from statewise.radix.lease import Lease
 from statewise.radix.match import Match
@@ -42,8 +43,9 @@ Bool = NDArray[np.bool_]
 class Publisher:
     """Writes segments into the tree."""
 
-    def __init__(self, topology: Topology, trailing: Trailing) -> None:
+    def __init__(self, topology: Topology, trailing: Trailing, ledger: Ledger) -> None:
         self._top = topology
+        self._ledger = ledger
         self._trailing = trailing
         sources = topology.sources
         self._order = sorted(topology.paged, key=lambda g: g in sources)  # sources first
@@ -109,6 +111,7 @@ class Publisher:
             if source is not None:
                 columns[DEPENDENCY] = np.where(made[source].table[BLOCK] >= 0, seq, -1)
             present = int(np.count_nonzero(columns[BLOCK] >= 0))
+            self._ledger.note(group, Cause.PUBLISH, present)
             sums = written.sums_of(group, blocks)
             aside = NOTHING_ASIDE if sums is None else PageAside(checksums=sums)
             made[group] = Segment(columns, present, stamp if present else MIXED, aside)
@@ -158,7 +161,10 @@ class Publisher:
                 found.append(_duplicates(group, node.start + lo, again, segment, own, lo))
             fill = np.flatnonzero(mine & ~usable)
             if len(fill):
-                replaced = fill[(blocks[fill] >= 0) & (blocks[fill] != own[fill])]
+                had = fill[blocks[fill] >= 0]
+                self._ledger.note(group, Cause.REPLACE, len(had))
+                self._ledger.note(group, Cause.PUBLISH, len(fill) - len(had))
+                replaced = had[blocks[had] != own[had]]
                 self._give_back(node, group, replaced + lo, freed, shared)
                 columns = self._columns(group, segments, fill + lo, own[fill], written)
                 sums = written.sums_of(group, own[fill])
@@ -251,12 +257,14 @@ class Publisher:
         """Mark layers of a node's own pages as invalid; the blocks stay."""
         segments = list(node.segments)
         segments[group] = segments[group].with_invalid(masks)
+        self._ledger.note(group, Cause.MARK, len(masks))
         self._top.version += 1
         self._top.set_segments(node, tuple(segments))
 
     def _drop_pages(self, node: Node, group: int, pages: Intp, freed: FreedBuilder) -> None:
         segments = list(node.segments)
         segment = segments[group]
+        self._ledger.note(group, Cause.DROP, len(pages))
         self._give_back(node, group, pages, freed, shared=node.protect > 0)
         segments[group] = segment.without(pages)
         self._replace(node, group, segments)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.forms import Form
 from statewise.radix.segment import Tier
 
 Int32 = NDArray[np.int32]
@@ -81,13 +82,15 @@ class Written:
 
     `stamps` and `seq` hold for all of them. `generations[group]` is the pool's own array of
     generations, indexed by block; `checksums[group]` is [blocks of the pool, layers of the group]
-    (both are read during the call, not kept). None: zeros, and no checksums.
+    (both are read during the call, not kept). None: zeros, and no checksums. `forms[group]` is what
+    the writer wrote into that group's blocks; a form of another kind raises (None: not checked).
     """
 
     stamps: tuple[int, ...]
     seq: int
     generations: tuple[Int32 | None, ...] | None = None
     checksums: tuple[UInt64, ...] | None = None
+    forms: tuple[Form, ...] | None = None
 
     def of_group(self, group: int) -> Int32 | None:
         """Look up the generation array of `group`."""

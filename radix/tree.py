@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from statewise.radix import picture
 from statewise.radix.audit import audit
+from statewise.radix.forms import Cause, EventSink, Ledger, check_write, check_writes
 from statewise.radix.key import TOKEN_BYTES, Namespace, TokenKey
 from statewise.radix.lease import Lease, Pinned, minus, ranges_of
 from statewise.radix.match import Match
@@ -49,15 +50,21 @@ Int32 = NDArray[np.int32]
 class RadixTree:
     """Prefix tree with state groups. `stamps[group]` is the write version that counts as valid."""
 
-    def __init__(self, schema: CacheSchema, stamps: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        schema: CacheSchema,
+        stamps: Sequence[int] | None = None,
+        events: EventSink | None = None,
+    ) -> None:
         self.schema = schema
+        self.ledger = Ledger(schema, events)  # changes of form, counted
         self.stamps = tuple(stamps) if stamps is not None else (0,) * schema.num_groups
         if len(self.stamps) != schema.num_groups:
             raise ValueError(f"{len(self.stamps)} stamps for {schema.num_groups} groups")
         self.trailing = Trailing(schema)
         self.topology = Topology(schema, self.trailing, self.stamps)
         self.trailing.on_emptied = self.topology.prune
-        self._publisher = Publisher(self.topology, self.trailing)
+        self._publisher = Publisher(self.topology, self.trailing, self.ledger)
         self._windows = self.trailing.windows
         self._page_size = schema.page_size
 
@@ -195,9 +202,11 @@ class RadixTree:
         already gone; snapshot groups' tables are not read); everything handed over is completely
         written. Where the tree has a valid page its block stays and yours comes back as a
         duplicate; where it has none, or one of another stamp, yours is taken. Then advances to
-        `position`.
+        `position`. Raises FormError where `written` names another form than a group holds.
         """
         assert not lease.released, "publish on a released lease"
+        if written.forms is not None:
+            check_writes(self.schema, written.forms)
         freed = FreedBuilder(self.schema.num_groups)
         if written.stamps != self.stamps:
             return Published(lease.num_published_pages, (), freed.done())
@@ -214,6 +223,8 @@ class RadixTree:
         Same rules as `publish`; tables hold -1 for what was not repaired.
         """
         assert not lease.released, "restore on a released lease"
+        if written.forms is not None:
+            check_writes(self.schema, written.forms)
         assert stop <= lease.num_published_pages, "restore only what is published"
         freed = FreedBuilder(self.schema.num_groups)
         if written.stamps != self.stamps:
@@ -322,6 +333,8 @@ class RadixTree:
         assert not lease.released, "add_snapshot on a released lease"
         assert page <= lease.num_published_pages, "snapshots stand on published pages"
         spec = self.schema.groups[group]
+        if written.forms is not None:
+            check_write(self.schema, group, written.forms[group])
         if not (spec.kind.is_snapshot or rest):
             raise ValueError(f"group {spec.name!r} has whole pages at {position}: publish them")
         if spec.kind.is_snapshot and not needs_snapshot(spec, position):
@@ -350,10 +363,12 @@ class RadixTree:
     def _hold(self, checkpoint: Checkpoint, held: StateBlock, node: Node) -> int | None:
         known = checkpoint.block_of(held.group)
         if known is None:
+            self.ledger.note(held.group, Cause.PUBLISH, 1)
             self.trailing.add_block(checkpoint, held)
             return None
         if known.stamp == held.stamp:
             return held.block if known.block != held.block else None
+        self.ledger.note(held.group, Cause.REPLACE, 1)
         old = self.trailing.take_block(checkpoint, held.group)
         self.topology.version += 1
         self.trailing.add_block(checkpoint, held)
@@ -385,6 +400,7 @@ class RadixTree:
             self.trailing.evict_snapshots(group, num_blocks, freed)
         if any(freed.counts):
             self.topology.version += 1
+            self.ledger.note_all(freed.counts, Cause.EVICT)
         return freed.done()
 
     def _evict_history(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
@@ -445,6 +461,7 @@ class RadixTree:
         if held is None or held != found.block_of(group):
             return
         self.trailing.take_block(checkpoint, group)
+        self.ledger.note(group, Cause.DROP, 1)
         if checkpoint.locks:
             self.topology.condemn(checkpoint.node, group, held.block)
             return
@@ -466,6 +483,7 @@ class RadixTree:
         for group in range(self.schema.num_groups):
             self.trailing.evict_snapshots(group, 1 << 62, freed)
         top.version += 1
+        self.ledger.note_all(freed.counts, Cause.FLUSH)
         return freed.done()
 
     # ---------------------------------------------------------------- inspection
