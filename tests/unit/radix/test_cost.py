@@ -1,0 +1,104 @@
+"""The cost model: more work never costs less, and observations move it towards what happened."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from statewise.radix import CostModel, CostObserver, Tier, TierCost
+
+
+def test_a_uniform_model_costs_tokens_times_depth() -> None:
+    cost = CostModel.uniform(8, 100.0, step_s=0.0)
+    assert cost.prefill_s(0, 500) == pytest.approx(5.0)
+    assert cost.prefill_s(100, 600, 4) == pytest.approx(2.5)
+    assert cost.prefill_s(0, 500, 1) == pytest.approx(5.0 / 8)
+    assert cost.prefill_s(7, 7) == 0.0
+
+
+def test_every_chunk_costs_its_overhead() -> None:
+    cost = CostModel.uniform(8, 100.0, step_s=0.5, chunk=100)
+    assert cost.prefill_s(0, 250) == pytest.approx(2.5 + 3 * 0.5)
+    assert cost.prefill_s(0, 200) == pytest.approx(2.0 + 2 * 0.5)
+
+
+def test_attention_makes_later_tokens_dearer() -> None:
+    cost = CostModel.uniform(8, 100.0, step_s=0.0, pair_s=1e-4)
+    early, late = cost.prefill_s(0, 100), cost.prefill_s(900, 1000)
+    assert late - early == pytest.approx(1e-4 * 100 * 900)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_tokens_or_layers_never_cost_less_whatever_was_measured(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rates = tuple(tuple(row) for row in rng.uniform(10.0, 1000.0, (4, 4)).tolist())
+    cost = CostModel(8, rates, chunk=256)
+    tokens = [cost.prefill_s(0, n) for n in range(0, 1200, 7)]
+    layers = [cost.prefill_s(0, 300, depth) for depth in range(1, 9)]
+    assert tokens == sorted(tokens)
+    assert layers == sorted(layers)
+
+
+def test_one_start_costs_what_many_starts_say() -> None:
+    cost = CostModel.uniform(8, 100.0, step_s=0.1, chunk=64, pair_s=1e-5)
+    starts = np.arange(0, 300, 13, dtype=np.int64)
+    many = cost.prefill_many(starts, 290, 3)
+    assert many.tolist() == [cost.prefill_s(int(s), 290, 3) for s in starts]
+
+
+def test_loads_cost_latency_queue_and_bytes_per_tier_and_nothing_for_nothing() -> None:
+    tiers = {Tier.HOST: TierCost(100.0, 0.5), Tier.DISK: TierCost(10.0, 1.0, queue_s=2.0)}
+    cost = CostModel.uniform(1, 1.0, tiers=tiers)  # type: ignore[arg-type]
+    assert cost.load_s({Tier.HOST: 200.0}) == pytest.approx(2.5)
+    assert cost.load_s({Tier.HOST: 200.0, Tier.DISK: 50.0}) == pytest.approx(2.5 + 8.0)
+    assert cost.load_s({Tier.HOST: 0.0}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens_per_s": ((1.0,),)},
+        {"tokens_per_s": ((1.0,) * 4,) * 3 + ((0.0,) * 4,)},
+        {"depths": (0.5, 0.25, 0.75, 1.0)},
+        {"depths": (0.2, 0.4, 0.6, 0.8)},
+        {"chunk": 0},
+    ],
+)
+def test_a_model_that_means_nothing_is_refused(change: dict[str, object]) -> None:
+    good: dict[str, object] = {"num_layers": 4, "tokens_per_s": ((1.0,) * 4,) * 4}
+    with pytest.raises(ValueError, match=r"tokens_per_s|depths|rates"):
+        CostModel(**(good | change))  # type: ignore[arg-type]
+
+
+def test_an_observer_comes_near_the_truth() -> None:
+    truth = CostModel.uniform(8, 50.0, step_s=0.0)
+    observer = CostObserver(CostModel.uniform(8, 500.0, step_s=0.0), weight=0.3)
+    for _ in range(40):
+        for end, depth in ((512, 8), (2048, 8), (512, 4)):
+            observer.observe_prefill(0, end, depth, truth.prefill_s(0, end, depth))
+    for end, depth in ((512, 8), (2048, 8), (512, 4)):
+        assert observer.model.prefill_s(0, end, depth) == pytest.approx(
+            truth.prefill_s(0, end, depth), rel=0.1
+        )
+
+
+def test_one_outlier_moves_no_figure_far_and_nonsense_none() -> None:
+    start = CostModel.uniform(8, 100.0)
+    observer = CostObserver(start)
+    observer.observe_prefill(0, 512, 8, 1e9)
+    assert observer.model.prefill_s(0, 512) < 2 * start.prefill_s(0, 512)
+    before = observer.model
+    observer.observe_prefill(0, 0, 8, 1.0)
+    observer.observe_prefill(0, 8, 8, 0.0)
+    observer.observe_load(Tier.HOST, 0, 1.0)
+    assert observer.model is before
+
+
+def test_loads_refine_the_bandwidth_and_the_queue_is_set() -> None:
+    observer = CostObserver(CostModel.uniform(1, 1.0), weight=0.5)
+    for _ in range(30):
+        observer.observe_load(Tier.DISK, 10_000_000, 0.1)
+    disk = observer.model.tiers[Tier.DISK]
+    assert disk.bytes_per_s == pytest.approx(1e8, rel=0.05)
+    observer.observe_queue(Tier.DISK, 3.0)
+    assert observer.model.tiers[Tier.DISK].seconds(1) > 3.0
