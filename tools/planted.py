@@ -1,0 +1,265 @@
+"""The planted bugs: each is one exact replacement, the fault kind it stands for, and its tests.
+
+A mutant is here because a system of this kind really had such a bug, or because a guard has no
+other proof of being needed. `tools/mutants.py` runs them; a unit test sees that each still applies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CACHE = "tests/test_faults_cache.py"
+SNAPSHOTS = "tests/test_faults_snapshots.py"
+TREE = "tests/unit/radix/test_tree.py"
+POOL = "tests/unit/memory/test_block_pool.py"
+KEY = "tests/unit/radix/test_key.py"
+WORLDS = "tests/sim/test_laws.py::test_a_few_worlds_keep_every_law"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which occurs once in `file`, by `new`: one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MATCH, TREE_PY, NEED = "radix/match.py", "radix/tree.py", "radix/need.py"
+TRAILING, SEGMENT = "radix/trailing.py", "radix/segment.py"
+PREFIX, SNAP = "runtime/cache/prefix_cache.py", "runtime/cache/snapshots.py"
+BLOCKS, RECOVERY = "runtime/cache/blocks.py", "runtime/cache/recovery.py"
+SCHEDULER, CORE = "runtime/scheduler/scheduler.py", "runtime/engine/core.py"
+POOL_PY = "runtime/memory/block_pool.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "f1 generations are not compared",
+        "radix/validation.py",
+        'self._fail(moved, Condition.GENERATION, "the block was given away since")',
+        "del moved",
+        (f"{CACHE}::test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most",),
+    ),
+    Mutant(
+        "f2 history may have gaps",
+        MATCH,
+        "running = np.logical_and.accumulate(good)",
+        "running = good",
+        (TREE,),
+    ),
+    Mutant(
+        "f2 the last group decides",
+        MATCH,
+        "both &= self.resumable(group, after_load)",
+        "both = self.resumable(group, after_load)",
+        (TREE,),
+    ),
+    Mutant(
+        "f3 a snapshot is taken before the step",
+        SNAP,
+        "self._copies.after(g, sequence.working[g], block)",
+        "self._copies.before(g, sequence.working[g], block)",
+        (f"{SNAPSHOTS}::test_f3_a_snapshot_at_p_is_a_cold_runs_state_at_exactly_p",),
+    ),
+    Mutant(
+        "f3 the end is registered one page early",
+        SNAP,
+        "if page != sequence.num_published or not position:",
+        "if not position:",
+        (WORLDS, SNAPSHOTS),
+    ),
+    Mutant(
+        "f6 kept pages go before transient ones",
+        TRAILING,
+        "            if order:\n                pins = next(iter(order))",
+        "            if order and not retained:\n                pins = next(iter(order))",
+        (f"{CACHE}::test_f6_a_long_requests_window_pages_do_not_push_out_kept_ones", TREE),
+    ),
+    Mutant(
+        "f7 no branch point is seen",
+        MATCH,
+        "return history if history > self.reuse_position() else None",
+        "return None",
+        (TREE,),
+    ),
+    Mutant(
+        "f8 an old match is leased as it is",
+        TREE_PY,
+        "if match.version != self.topology.version:",
+        "if match is None:",
+        (TREE, CACHE),
+    ),
+    Mutant(
+        "f8 a stale match is not noticed",
+        TREE_PY,
+        "        if not same:\n            raise StaleMatchError",
+        "        if match is None:\n            raise StaleMatchError",
+        (TREE, CACHE),
+    ),
+    Mutant(
+        "f9 no limbo",
+        POOL_PY,
+        "        if self._open_epochs:\n            self._state[blocks] = LIMBO",
+        "        if len(blocks) < 0:\n            self._state[blocks] = LIMBO",
+        (POOL,),
+    ),
+    Mutant(
+        "f9 limbo is emptied by any epoch",
+        POOL_PY,
+        "(oldest is None or self._limbo[0][0] < oldest)",
+        "(oldest is None or self._limbo[0][0] >= 0)",
+        (POOL,),
+    ),
+    Mutant(
+        "a freed block keeps its generation",
+        POOL_PY,
+        "self.generations[blocks] += 1",
+        "self.generations[blocks] += 0",
+        (POOL,),
+    ),
+    Mutant(
+        "f11 a window is one token too short",
+        NEED,
+        "return min(position, max(0, position - spec.window + 1))",
+        "return min(position, max(0, position - spec.window + 2))",
+        (WORLDS, "tests/unit/radix/test_need.py"),
+    ),
+    Mutant(
+        "f12 a failed row is kept",
+        CORE,
+        'code="worker_error", http_status=500\n            )\n'
+        "            self._finish(request, reason, keep_state=False)\n            return",
+        'code="worker_error", http_status=500\n            )\n'
+        "            self.scheduler.advance(request, row)\n"
+        "            self._finish(request, reason, keep_state=True)\n            return",
+        (f"{CACHE}::test_f12_state_of_a_step_that_failed_is_never_found",),
+    ),
+    Mutant(
+        "f17 any snapshot serves any boundary",
+        MATCH,
+        "out = ~snapshot_boundaries(spec, self.logical_pages, size)",
+        "out = ~snapshot_boundaries(spec, self.logical_pages, size) | bool(self.snapshots)",
+        (f"{SNAPSHOTS}::test_f17_a_snapshot_serves_its_exact_position_and_no_other",),
+    ),
+    Mutant(
+        "f18 a partly filled page is not copied",
+        SNAP,
+        "                self._copies.before(g, held.block, block)",
+        "                self._copies.before(g, block, block)",
+        (SNAPSHOTS,),
+    ),
+    Mutant(
+        "f19 pages are published before they are computed",
+        SCHEDULER,
+        "        publishable = row.end\n",
+        "        publishable = request.num_tokens\n",
+        (f"{CACHE}::test_f19_nothing_is_found_before_its_computation_was_confirmed", WORLDS),
+    ),
+    Mutant(
+        "f23 the stamp leaves the weights' epoch out",
+        "radix/stamp.py",
+        "                    weights_epoch,\n",
+        "                    0,\n",
+        (WORLDS,),
+    ),
+    Mutant(
+        "f24 an index does not look at its entries",
+        MATCH,
+        "good = good & (self._rows(group, DEPENDENCY) == source)",
+        "good = good & (source == source)",
+        (f"{CACHE}::test_f24_an_index_without_its_entries_is_no_index", "tests/unit/radix", WORLDS),
+    ),
+    Mutant(
+        "f25 an over-long prompt is taken",
+        CORE,
+        "if len(ids) >= self.max_sequence_len:",
+        "if len(ids) < 0:",
+        (f"{CACHE}::test_f25_every_request_that_cannot_run_is_answered_once",),
+    ),
+    Mutant(
+        "f26 a lease protects the whole window group",
+        NEED,
+        "    return min(sinks, lo), lo, num_pages",
+        "    return 0, 0, num_pages",
+        (TREE,),
+    ),
+    Mutant(
+        "f29 the snapshot is not restored",
+        SNAP,
+        "                self._copies.before(g, held.block, sequence.working[g])\n",
+        "                pass\n",
+        (f"{SNAPSHOTS}::test_f29_every_suffix_length_after_a_hit_equals_a_cold_run",),
+    ),
+    Mutant(
+        "f33 namespaces are concatenated",
+        "radix/key.py",
+        'len(salt).to_bytes(8, "little") + salt + adapter',
+        "salt + adapter",
+        (KEY,),
+    ),
+    Mutant(
+        "f34 the first group is evicted from",
+        BLOCKS,
+        "self._tree.evict(group, count - pool.num_free)",
+        "self._tree.evict(0, count - pool.num_free)",
+        (f"{CACHE}::test_f34_the_short_pool_is_named_and_evicted_from",),
+    ),
+    Mutant(
+        "f35 any stamp is valid",
+        SEGMENT,
+        "good: Bool = self.table[STAMP] == stamp",
+        "good: Bool = self.table[STAMP] >= 0",
+        (TREE, f"{CACHE}::test_f35_a_difference_in_any_part_of_the_stamp_is_a_miss"),
+    ),
+    Mutant(
+        "a half reserved page is not given back",
+        BLOCKS,
+        "                self.pools[group].free(blocks)\n            raise",
+        "                pass\n            raise",
+        (WORLDS,),
+    ),
+    Mutant(
+        "a window's pages that the tree owns are freed",
+        PREFIX,
+        "own_from = max(gone_from, sequence.num_published)",
+        "own_from = gone_from",
+        (f"{CACHE}::test_f11_every_window_group_keeps_its_own_window",),
+    ),
+    Mutant(
+        "sink pages leave with the window",
+        PREFIX,
+        "gone_from = max(old, sequence.sink_pages[g])",
+        "gone_from = old",
+        (f"{SNAPSHOTS}::test_f29_every_suffix_length_after_a_hit_equals_a_cold_run", WORLDS),
+    ),
+    Mutant(
+        "working blocks are not made ready after replays",
+        PREFIX,
+        "sequence.standing = Standing(resume, self._snapshots.needed_at(resume), made)",
+        "sequence.standing = None",
+        (f"{CACHE}::test_f2_whatever_groups_lost_what_pages_the_output_is_a_cold_runs",),
+    ),
+    Mutant(
+        "a rebuilt page loses its deeper layers",
+        RECOVERY,
+        "            self._copies.before(group, old, block)  # keep the deeper layers",
+        "            pass",
+        ("tests/sim/test_audit.py", WORLDS),
+    ),
+    Mutant(
+        "the worker is not told that a request ended",
+        CORE,
+        "        self.worker.release(request.rid)\n",
+        "",
+        (WORLDS,),
+    ),
+    Mutant(
+        "the last token's state is reused",
+        "runtime/scheduler/request.py",
+        "limit = self.num_tokens - 1",
+        "limit = self.num_tokens",
+        (f"{CACHE}::test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most", WORLDS),
+    ),
+)
