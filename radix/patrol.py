@@ -110,7 +110,7 @@ class Patrol:
         return out
 
     def found(self, portion: Portion, now: UInt64) -> tuple[Match, list[Verdict]] | None:
-        """What differs from `now` [n, layers], as verdicts about a match; None where nothing does."""
+        """What differs from `now` [n, layers], as verdicts about a match; None: nothing does."""
         masks = bad_layers(portion.recorded, now)
         if not any(masks):
             return None
