@@ -129,6 +129,8 @@ class Segment:
         """Pages [start, stop), sharing memory."""
         table = self.table[:, start:stop]
         aside = self.aside if self.aside is NOTHING_ASIDE else self.aside.part(start, stop)
+        if self.stamp == MIXED:  # a part of a mixed run may be uniform
+            return of_table(table, aside)
         if self.num_present == self.table.shape[1]:
             return Segment(table, table.shape[1], self.stamp, aside)
         present = int(np.count_nonzero(table[BLOCK] >= 0))
