@@ -198,9 +198,17 @@ class Trailing:
         checkpoint.blocks = tuple(b for b in checkpoint.blocks if b.group != group)
         if not checkpoint.locks:
             self.evictable[group] -= 1
-        if group not in self.windows:
+        if not self._keeps_pages(checkpoint, group):
             self.checkpoints[group].pop(checkpoint, None)
         return held.block
+
+    def _keeps_pages(self, checkpoint: Checkpoint, group: int) -> bool:
+        """Whether the checkpoint keeps window pages of `group`."""
+        if group not in self.windows:
+            return False
+        index = self.windows.index(group)
+        ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
+        return any(start < stop for start, stop in ranges)
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """Make it the most recently used."""
