@@ -22,6 +22,9 @@ from statewise.runtime.tiers.record import (
 )
 
 KEY = bytes(range(16))
+GOLDEN_HEADER = 0x1C053CE94C2AB0BA
+GOLDEN_EXTENT = 0x62BC1320F133264B
+GOLDEN_KEY = "59eda5d4fa6c1c8da41d56ad9b7b7a9b"
 
 
 def header_of(num_layers: int = 3, name: str = "full", **changes: object) -> Header:
@@ -120,3 +123,19 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
         struct.pack_into("<Q", bad, 8, xxhash.xxh3_64_intdigest(bytes(bad[16:])))
         with pytest.raises(RecordError):
             decode_header(bytes(bad))
+
+
+def test_format_one_stays_what_it_is() -> None:
+    """Golden numbers: a change of any byte of version 1 needs a new version."""
+    from statewise.radix.key import Namespace
+    from statewise.runtime.tiers.extents import encode_extent_header
+    from statewise.runtime.tiers.page import GroupShape, PrefixChain
+
+    _, checksum = encode_header(header_of(container=b"c" * 16, offset=8192))
+    assert checksum == GOLDEN_HEADER
+    extent = encode_extent_header(b"c" * 16, 1 << 20)
+    assert int.from_bytes(extent[8:16], "little") == GOLDEN_EXTENT
+    chain = PrefixChain(Namespace("salt", "adapter"), 2)
+    chain.extend(b"".join(i.to_bytes(4, "little") for i in range(4)))
+    shape = GroupShape("full", Stamp("m", "v", "l", 3, "b"), 2, 8, 2)
+    assert chain.address(shape, 1).key.hex() == GOLDEN_KEY
