@@ -46,7 +46,10 @@ class DeviceIO:
         for target in self._views(group, rows):
             part = index[target.first : target.first + target.count]
             for layer, flat in enumerate(self._flat[group]):
-                target.rows[:, layer] = flat.index_select(0, part.to(flat.device)).cpu().numpy()
+                if flat.device.type == "cpu":
+                    target.rows[:, layer] = flat.numpy()[part.numpy()]
+                else:
+                    target.rows[:, layer] = flat.index_select(0, part.to(flat.device)).cpu().numpy()
         return digests
 
     def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
@@ -57,8 +60,11 @@ class DeviceIO:
         for source in self._views(group, rows):
             part = index[source.first : source.first + source.count]
             for layer, flat in enumerate(self._flat[group]):
-                data = torch.from_numpy(source.rows[:, layer])
-                flat.index_copy_(0, part.to(flat.device), data.to(flat.device))
+                if flat.device.type == "cpu":
+                    flat.numpy()[part.numpy()] = source.rows[:, layer]
+                else:
+                    data = torch.from_numpy(source.rows[:, layer]).to(flat.device)
+                    flat.index_copy_(0, part.to(flat.device), data)
         return self._store.digests(group, wanted)
 
     def _views(self, group: int, rows: Sequence[Row]) -> list[_Rows]:
