@@ -38,6 +38,7 @@ from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.host import HostTier
 from statewise.runtime.tiers.page import GroupShape, shapes_of
+from statewise.runtime.tiers.store import TierStore
 from statewise.runtime.tiers.tiers import Tiers, all_ok
 from statewise.runtime.tiers.transfer import EngineOptions, TransferEngine
 
@@ -108,7 +109,7 @@ class Bench:
         clock = SystemClock()
         size = num_pages * self.shapes[0].row_bytes
         options = DiskOptions(4 * size + (1 << 28))
-        stores = [
+        stores: list[TierStore] = [
             HostTier(self.shapes, [num_pages]),
             DiskTier(directory, self.shapes, options, clock),
         ]
