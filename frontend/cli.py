@@ -4,6 +4,7 @@
     statewise make-tiny-model ARCH DIR   write a tiny random checkpoint, to try things with
     statewise rpc-keys DIR NAME ...      make CURVE keys for an RPC endpoint and its clients
     statewise cache ls|verify|gc|export|import DIR ...  look after a disk cache
+    statewise cache dump URL             show what a running server has cached
     statewise version
 
 Each command imports what it needs when it runs, so that `statewise version` costs milliseconds.
@@ -63,7 +64,11 @@ def rpc_keys(argv: Sequence[str]) -> int:
 
 
 def cache(argv: Sequence[str]) -> int:
-    """List, verify, clean, export or import a disk cache."""
+    """Show a server's cache; list, verify, clean, export or import a disk cache."""
+    if argv and argv[0] == "dump":
+        from statewise.frontend.cache_dump import main as dump
+
+        return dump(argv[1:])
     from statewise.frontend.cache_command import main as run
 
     return run(argv)

@@ -187,6 +187,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         str, _help("service", "least severe message", "debug", "info", "warning", "error")
     ] = "info"
     log_requests: Annotated[bool, _help("service", "one line for each request")] = False
+    log_events: Annotated[
+        str, _help("service", "file to append structured events to, as JSON lines; empty: none")
+    ] = ""
     audit: Annotated[bool, _help("service", "recount all blocks after every step (slow)")] = False
     audit_rate: Annotated[
         float,

@@ -45,7 +45,9 @@ from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.cache.snapshots import Snapshots
 from statewise.runtime.cache.validity import Validity
+from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.events import EventLog
 from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.messages import CacheOptions, CacheReport
 
@@ -101,11 +103,13 @@ class PrefixCache:
         enabled: bool = True,
         audit_rate: float = 0.0,
         digest: Digest | None = None,
+        events: EventLog | None = None,
     ) -> None:
         """`audit_rate` is the share of pages whose bytes are compared, by `digest`, at use."""
+        self.events = events or EventLog()
         self.schema = schema
         self.enabled = enabled
-        self.tree = RadixTree(schema)
+        self.tree = RadixTree(schema, events=self.events)
         self.pools = tuple(
             BlockPool(group.name, count)
             for group, count in zip(schema.groups, num_blocks, strict=True)
@@ -115,7 +119,8 @@ class PrefixCache:
         self.counters = CacheCounters(schema)
         sums = BlockChecksums(schema, num_blocks, digest if audit_rate > 0.0 else None)
         self._blocks = Blocks(self.tree, self.pools, sums, self.counters)
-        self.validity = Validity(schema, self.tree, self._blocks, self.counters, audit_rate)
+        told = (self.counters, self.events)
+        self.validity = Validity(schema, self.tree, self._blocks, told, audit_rate)
         self.patrol = CachePatrol(self.tree, self._blocks, self.validity, self.counters)
         parts = (schema, self.tree, self._blocks, self._copies)
         self._recovery = RecoveryExecutor(*parts, self.validity)
@@ -467,6 +472,13 @@ class PrefixCache:
             }
         return out
 
+    def transitions(self) -> dict[str, Any]:
+        """Changes of form by group and cause, as a labelled counter's JSON form."""
+        counter = Labelled("Pages that changed form, by cause.", "group", "cause")
+        for (g, cause), count in self.tree.ledger.counts.items():
+            counter.add(self.schema.groups[g].name, cause.value, amount=count)
+        return counter.as_dict()
+
     def audit(self) -> None:
         """Assert that every block of every pool is in exactly one place."""
         self.tree.audit([s.lease for s in self._live if s.lease is not None])
@@ -480,6 +492,8 @@ class PrefixCache:
                 f"{counts[wrong[:8]].tolist()} places"
             )
 
-    def dump(self) -> dict[str, Any]:
-        """The tree and the pools as JSON-able data."""
-        return {"tree": self.tree.dump(), "pools": self.pool_stats()}
+    def dump(self, form: str = "json") -> dict[str, Any]:
+        """The tree and the pools as JSON-able data; as `text` where `form` is ascii or svg."""
+        if form == "json":
+            return {"tree": self.tree.dump(), "pools": self.pool_stats()}
+        return {"text": self.tree.svg() if form == "svg" else self.tree.show()}

@@ -28,6 +28,7 @@ from statewise.radix.validation import (
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.recall import Recalls
+from statewise.runtime.events import EventLog
 
 # Layers of the chain whose failures the tree does not know of by itself.
 DAMAGE = (ChainLayer.INTEGRITY, ChainLayer.ALIGNMENT)
@@ -41,13 +42,14 @@ class Validity:
         schema: CacheSchema,
         tree: RadixTree,
         blocks: Blocks,
-        counters: CacheCounters,
+        told: tuple[CacheCounters, EventLog],
         audit_rate: float,
     ) -> None:
+        """`told` are those who hear of failures."""
         self._schema = schema
         self._tree = tree
         self._blocks = blocks
-        self._counters = counters
+        self._counters, self._events = told
         self._table = StampTable()
         self._num_audits = 0
         self.recalls = Recalls(blocks.pools)
@@ -98,6 +100,8 @@ class Validity:
             self._blocks.take_back(freed, "fault")
         if new:
             self._counters.found(new, source)
+        for verdict in new:
+            self._events.failed(self._schema.groups[verdict.group].name, verdict, source)
 
     def replace_damaged(
         self, lease: Lease, key: TokenKey, found: Duplicates, written: Written

@@ -22,14 +22,17 @@ from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
+from statewise.runtime.counters import histograms_of, labelled_of
 from statewise.runtime.engine.calibrate import describe, guess
 from statewise.runtime.engine.counters import EngineCounters
+from statewise.runtime.engine.recoveries import Recoveries
 from statewise.runtime.errors import (
     InvalidRequestError,
     OperatingError,
     PromptTooLongError,
     RefusedError,
 )
+from statewise.runtime.events import EventLog
 from statewise.runtime.messages import (
     CacheOptions,
     FinishReason,
@@ -100,6 +103,7 @@ class EngineCore:
         self.clock = clock
         self.grammar = grammar
         self.counters = EngineCounters()
+        self.events = EventLog()
         self.cache = PrefixCache(
             schema,
             num_blocks,
@@ -107,7 +111,9 @@ class EngineCore:
             enabled=not args.disable_radix_cache,
             audit_rate=args.audit_rate,
             digest=worker.checksums,
+            events=self.events,
         )
+        self._recoveries = Recoveries(self.counters, self.events)
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)
         self.max_sequence_len = min(
             limits.max_context_len, admission.capacity_tokens() - schema.page_size
@@ -205,6 +211,8 @@ class EngineCore:
             "error", message=str(error), code=error.code, http_status=error.http_status
         )
         self.counters.finished[error.code] += 1
+        self.counters.admissions_refused.add(error.code)
+        self.events.emit("admission_refused", rid=rid, code=error.code, message=str(error))
         self._outbox.append(TokenDelta(rid, finish=reason))
 
     # ---------------------------------------------------------------- requests out
@@ -227,6 +235,7 @@ class EngineCore:
         if request.status is RequestStatus.COMPILING and self.grammar is not None:
             self.grammar.cancel(request.rid)
         self.scheduler.remove(request, keep_state=keep_state)
+        self._recoveries.abandoned(request.rid)
         request.become(RequestStatus.FINISHED)
         self.worker.release(request.rid)
         del self._requests[request.rid]
@@ -283,9 +292,12 @@ class EngineCore:
         for request in self.scheduler.newly_admitted:
             if request.admitted_at < 0:
                 request.admitted_at = started
+                self.counters.queue.add(started - request.arrival)
                 if request.report is not None:
                     self.counters.admitted(request, request.report)
-                if request.lookup is not None and request.lookup.is_hit:
+            if request.lookup is not None:
+                self._recoveries.begun(request.rid, request.lookup, started)
+                if request.lookup.is_hit:
                     self.cache.counters.validated(request.lookup.verdicts)
         if batch is not None:
             self._run(batch)
@@ -324,6 +336,8 @@ class EngineCore:
             self._finish(request, reason, keep_state=False)
             return
         self.scheduler.advance(request, row)
+        if row.kind is RowKind.REPLAY and not request.replays:
+            self._recoveries.completed(request.rid, now)
         self._collect_prompt_logprobs(request, row, result)
         finish: FinishReason | None = None
         if result.token_id >= 0:
@@ -399,6 +413,12 @@ class EngineCore:
         self.weights_epoch += 1
         self.cache.expect(schema, self.weights_epoch)
         self.weight_version = weight_version or self.weight_version
+        self.events.emit(
+            "weights_updated",
+            weights_epoch=self.weights_epoch,
+            model_fingerprint=schema.model_fingerprint,
+            num_paused=num_paused,
+        )
         return {
             "num_paused_requests": num_paused,
             "weights_epoch": self.weights_epoch,
@@ -441,6 +461,8 @@ class EngineCore:
             "weight_version": self.weight_version,
             "pools": self.cache.pool_stats(),
             "counters": self.counters.as_dict(),
+            "state_inconsistency_rate": self.cache.counters.inconsistency_rate,
+            **self._labelled(),
             "cost_model": {
                 **describe(self.cache.cost.model),
                 "num_observed": self.cache.cost.num_observed,
@@ -448,9 +470,20 @@ class EngineCore:
             "blocked": {r.rid: r.blocked_reason for r in list(waiting.values())[:32]},
         }
 
-    def cache_dump(self) -> dict[str, Any]:
-        """The tree as data."""
-        return self.cache.dump()
+    def _labelled(self) -> dict[str, Any]:
+        """Counters and histograms with labels, of every part."""
+        owners = (self.counters, self.cache.counters, self.scheduler)
+        labelled = {n: d for owner in owners for n, d in labelled_of(owner).items()}
+        return {
+            "labelled": labelled | {"state_transitions": self.cache.transitions()},
+            "histograms": {n: d for owner in owners for n, d in histograms_of(owner).items()},
+        }
+
+    def cache_dump(self, form: str = "json") -> dict[str, Any]:
+        """The tree as data, or as a picture in `text`: ascii, svg."""
+        if form not in ("json", "ascii", "svg"):
+            raise InvalidRequestError(f"'format' is {form!r}; it must be json, ascii or svg")
+        return self.cache.dump(form)
 
 
 def _entry(logprob: TokenLogprob) -> LogprobEntry:

@@ -3,47 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
+from statewise.runtime.counters import Histogram, Labelled, LabelledHistogram
 from statewise.runtime.messages import CacheReport, FinishReason
 from statewise.runtime.scheduler.request import Request
-
-# Seconds; the usual bounds of serving dashboards.
-LATENCY_BOUNDS = (
-    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0,
-    10.0, 20.0, 40.0, 60.0, 80.0, 100.0,
-)  # fmt: skip
-
-
-@dataclass
-class Histogram:
-    """Cumulative-free bucket counts over fixed upper bounds, with sum and count."""
-
-    bounds: tuple[float, ...] = LATENCY_BOUNDS
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-    num: int = 0
-
-    def __post_init__(self) -> None:
-        """One bucket per bound and one above all."""
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def add(self, value: float) -> None:
-        """Count one observation."""
-        self.total += value
-        self.num += 1
-        for i, bound in enumerate(self.bounds):
-            if value <= bound:
-                self.counts[i] += 1
-                return
-        self.counts[-1] += 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "bounds": list(self.bounds), "counts": self.counts, "sum": self.total, "num": self.num,
-        }  # fmt: skip
 
 
 class EngineCounters:
@@ -66,6 +30,18 @@ class EngineCounters:
         self.ttft = Histogram()
         self.inter_token = Histogram()
         self.e2e = Histogram()
+        self.queue = Histogram()
+        self.shortfall_tokens = Labelled(
+            "Tokens found in the tree and not used as they stood, by limiting group.", "group"
+        )
+        self.recoveries = Labelled(
+            "Recoveries of admitted requests, by level and outcome.", "level", "outcome"
+        )
+        self.recovery_tokens = Labelled("Tokens computed to recover, by level.", "level")
+        self.recovery_seconds = LabelledHistogram(
+            "Time from admission to the end of a request's replays, by level.", "level"
+        )
+        self.admissions_refused = Labelled("Requests refused, by code.", "code")
 
     def admitted(self, request: Request, report: CacheReport) -> None:
         """A request began; its report says what was reused."""
@@ -78,6 +54,9 @@ class EngineCounters:
         self.levels[report.level] += 1
         if report.limiting_group:
             self.limiting_group[report.limiting_group] += 1
+        short = report.matched - report.reused
+        if short > 0:
+            self.shortfall_tokens.add(report.limiting_group or "none", amount=short)
 
     def ended(self, request: Request, reason: FinishReason, now: float) -> None:
         """A request ended."""
@@ -85,13 +64,13 @@ class EngineCounters:
         self.e2e.add(now - request.arrival)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form of what has no labels."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Counter):
                 out[name] = dict(value)
             elif isinstance(value, Histogram):
                 out[name] = value.as_dict()
-            else:
+            elif not isinstance(value, (Labelled, LabelledHistogram)):
                 out[name] = value
         return out

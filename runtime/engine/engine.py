@@ -178,9 +178,9 @@ class Engine:
         """Drop all cached state that no request is using."""
         return self._loop.call(lambda core: core.flush())
 
-    def cache_dump(self) -> dict[str, Any]:
-        """Return the tree as data."""
-        return self._loop.call(lambda core: core.cache_dump())
+    def cache_dump(self, form: str = "json") -> dict[str, Any]:
+        """Return the tree as data, or as a picture in `text`: ascii, svg."""
+        return self._loop.call(lambda core: core.cache_dump(form))
 
     def update_weights_from_disk(self, model_path: str, weight_version: str = "") -> dict[str, Any]:
         """Go on with other weights of the same architecture; running requests go on with them.

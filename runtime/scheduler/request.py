@@ -91,6 +91,7 @@ class Request:
         self.lookup: Lookup | None = None  # memo, valid for one tree version
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""
+        self.delayed_by = ""  # its first word, while it waits
         self.num_sent = 0  # output tokens already sent
         self.announced = False  # a delta has been sent
         self.last_token_at = -1.0

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from statewise.radix import StaleMatchError
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission
 from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
@@ -63,6 +64,10 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.num_preemptions = 0
         self.newly_admitted: list[Request] = []  # admitted by the last `schedule`
+        self.admissions_delayed = Labelled(
+            "Requests made to wait, by cause and, for blocks, by the short group.", "cause", "group"
+        )
+        self.events = cache.events
         self._all_groups = (1 << schema.num_groups) - 1
         self._step_id = 0
 
@@ -280,7 +285,7 @@ class Scheduler:
                 return
             used = self._try_admit(request, rows, budget, inflight)
             budget -= used
-            if used == 0 and request.blocked_reason.startswith("blocks"):
+            if used == 0 and request.delayed_by == "blocks":
                 bypassed += 1
                 if bypassed > MAX_BYPASS or is_aged(request, now, self.config.max_wait_s):
                     return
@@ -316,17 +321,17 @@ class Scheduler:
         if provider is not None and not self.config.deterministic:
             other, shared = provider
             other.checkpoints.add(shared)  # keep the trailing state where this one will resume
-            request.blocked_reason = f"prefix: {other.rid} is computing it"
+            self._delay(request, "prefix", f"{other.rid} is computing it")
             return 0
         lookup = self._lookup(request, at_use=True)
         try:
             request.sequence = self.cache.begin(lookup, len(request.tokens))
         except OutOfBlocksError as error:
-            request.blocked_reason = f"blocks: {error}"
+            self._delay(request, "blocks", str(error), error.group)
             return 0
         except StaleMatchError:
             request.lookup = None
-            request.blocked_reason = "cache: what it would have reused has just been evicted"
+            self._delay(request, "cache", "what it would have reused has just been evicted")
             return 0
         request.replays = list(lookup.plan.replays)
         if request.replays:
@@ -334,11 +339,9 @@ class Scheduler:
             self.cache.enter_replay(request.sequence, request.replays[0])
         shortage = self.admission.shortage(request, self.running, self.cache.available())
         if shortage is not None:
-            self._give_up(
-                request,
-                f"blocks: group {shortage.group!r} has {shortage.available} to spare, "
-                f"{shortage.needed} needed",
-            )
+            self._give_up(request)
+            spare = f"{shortage.available} to spare, {shortage.needed} needed"
+            self._delay(request, "blocks", f"group {shortage.group!r} has {spare}", shortage.group)
             return 0
         request.num_computed = lookup.position
         self._mark_checkpoints(request, lookup.branch_position)
@@ -352,9 +355,10 @@ class Scheduler:
             self.running.remove(request)
             request.become(RequestStatus.WAITING)
             self.waiting[request.rid] = request
-            self._give_up(request, "blocks: no room for its next chunk")
+            self._give_up(request)
+            self._delay(request, "blocks", "no room for its next chunk")
             return 0
-        request.blocked_reason = ""
+        request.blocked_reason = request.delayed_by = ""
         request.prefill_target = request.num_tokens
         if request.report is None:
             request.report = lookup.report()
@@ -362,13 +366,20 @@ class Scheduler:
         inflight.add(request)
         return used
 
-    def _give_up(self, request: Request, reason: str) -> None:
+    def _give_up(self, request: Request) -> None:
         assert request.sequence is not None
         self.cache.cancel(request.sequence)
         request.sequence = None
         request.replays = []
         request.num_computed = 0
-        request.blocked_reason = reason
+
+    def _delay(self, request: Request, cause: str, why: str, group: str = "") -> None:
+        """Take note why a request waits; counted when the cause is another than before."""
+        request.blocked_reason = f"{cause}: {why}"
+        if request.delayed_by != cause:
+            request.delayed_by = cause
+            self.admissions_delayed.add(cause, group)
+            self.events.emit("admission_delayed", rid=request.rid, cause=cause, group=group)
 
     def _mark_checkpoints(self, request: Request, branch_position: int) -> None:
         """Positions at which the trailing state will be kept once computed."""

@@ -10,7 +10,7 @@ This module does not measure: it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import prometheus_client
@@ -27,6 +27,8 @@ _BUCKETS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60,
     80, 100, 200, 400,
 )  # fmt: skip
+# Where a group's blocks are; they add up to the pool.
+BLOCK_STATES = ("free", "limbo", "cached", "running")
 # Counters of the engine (its `stats()["counters"]`) and the help text of each.
 _ENGINE_COUNTERS = {
     "num_steps": "Steps of the model.",
@@ -162,9 +164,24 @@ class Metrics:
         if "inter_token" in counters:
             for prefix in self._prefixes:
                 yield self._engine_histogram(
-                    f"{prefix}inter_token_latency_seconds", counters["inter_token"]
+                    f"{prefix}inter_token_latency_seconds",
+                    "Time between two tokens of a request.",
+                    [([], counters["inter_token"])],
                 )
-        yield from self._pools(stats.get("pools", {}))
+        if "queue" in counters:
+            name, text = f"{_OURS}queue_seconds", "Time from arrival to admission."
+            yield self._engine_histogram(name, text, [([], counters["queue"])])
+        for name, data in stats.get("labelled", {}).items():
+            yield self._labelled(_OURS + name, data)
+        for name, data in stats.get("histograms", {}).items():
+            yield self._engine_histogram(_OURS + name, data["help"], data["values"], data["labels"])
+        yield self._blocks(stats.get("pools", {}))
+
+    def _labelled(self, name: str, data: dict[str, Any]) -> Metric:
+        family = CounterMetricFamily(name, data["help"], labels=["model_name", *data["labels"]])
+        for key, value in data["values"]:
+            family.add_metric([*self._labels.values(), *key], value)
+        return family
 
     def _family(self, kind: Any, name: str, text: str, value: float) -> Metric:
         family = kind(name, text, labels=list(self._labels))
@@ -181,30 +198,41 @@ class Metrics:
             "token_usage": ("Share of the fullest pool in use.", usage_of(stats.get("pools", {}))),
             "cache_hit_rate": ("Share of prompt tokens reused.", reused / asked if asked else 0.0),
         }
+        if "state_inconsistency_rate" in stats:
+            text = "Hits at which validation found damaged or stale state, of all hits."
+            rate = stats["state_inconsistency_rate"]
+            yield self._family(GaugeMetricFamily, _OURS + "state_inconsistency_rate", text, rate)
         for name, (text, value) in gauges.items():
             for prefix in self._prefixes:
                 yield self._family(GaugeMetricFamily, prefix + name, text, value)
 
-    def _pools(self, pools: dict[str, dict[str, int]]) -> Iterator[Metric]:
+    def _blocks(self, pools: dict[str, dict[str, int]]) -> Metric:
         family = GaugeMetricFamily(
-            f"{_OURS}pool_blocks", "Blocks of a group's pool, by where they are.",
-            labels=["model_name", "group", "place"],
+            f"{_OURS}blocks", "Blocks by state group, tier and state.",
+            labels=["model_name", "group", "tier", "state"],
         )  # fmt: skip
-        for group, places in pools.items():
-            for place, num_blocks in places.items():
-                family.add_metric([*self._labels.values(), group, place], num_blocks)
-        yield family
+        for group, states in pools.items():
+            for state in BLOCK_STATES:
+                if state in states:
+                    key = [*self._labels.values(), group, "device", state]
+                    family.add_metric(key, states[state])
+        return family
 
-    def _engine_histogram(self, name: str, data: dict[str, Any]) -> Metric:
-        total = 0
-        buckets = []
-        for bound, count in zip([*data["bounds"], float("inf")], data["counts"], strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
-        family = HistogramMetricFamily(
-            name, "Time between two tokens of a request.", labels=list(self._labels)
-        )
-        family.add_metric(list(self._labels.values()), buckets, data["sum"])
+    def _engine_histogram(
+        self,
+        name: str,
+        text: str,
+        values: Sequence[tuple[Sequence[str], dict[str, Any]]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=[*self._labels, *labels])
+        for key, data in values:
+            total = 0
+            buckets = []
+            for bound, count in zip([*data["bounds"], float("inf")], data["counts"], strict=True):
+                total += count
+                buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+            family.add_metric([*self._labels.values(), *key], buckets, data["sum"])
         return family
 
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.runtime import events
 from statewise.runtime.clock import Clock, SystemClock
 from statewise.runtime.errors import InvalidRequestError, OperatingError
 from statewise.runtime.messages import (
@@ -84,8 +85,8 @@ class Engine(Protocol):
         """Return counts for people and metrics."""
         ...
 
-    def cache_dump(self) -> dict[str, Any]:
-        """Return the tree as data."""
+    def cache_dump(self, form: str) -> dict[str, Any]:
+        """Return the tree as data, or as a picture: json, ascii, svg."""
         ...
 
     def update_weights(self, model_path: str, weight_version: str) -> dict[str, Any]:
@@ -98,6 +99,12 @@ class MatchArgs(msgspec.Struct):
 
     input_ids: list[int]
     salt: str = ""
+
+
+class CacheDumpArgs(msgspec.Struct):
+    """Arguments of the operation `cache_dump`."""
+
+    format: str = "json"
 
 
 class UpdateWeightsArgs(msgspec.Struct):
@@ -196,7 +203,8 @@ class SchedulerLoop:
             case "stats":
                 return self._engine.stats()
             case "cache_dump":
-                return self._engine.cache_dump()
+                shown = msgspec.json.decode(args, type=CacheDumpArgs)
+                return self._engine.cache_dump(shown.format)
             case "update_weights":
                 wanted = msgspec.json.decode(args, type=UpdateWeightsArgs)
                 return self._engine.update_weights(wanted.model_path, wanted.weight_version)
@@ -227,12 +235,21 @@ class LoadProgress:
         log.info("weights: %d %% of %d MiB (%s)", percent, all_bytes >> 20, tensor)
 
 
+def _log_events(path: str) -> None:
+    try:
+        events.log_to_file(path)
+    except OSError as error:
+        raise InvalidRequestError(f"--log-events {path}: {error.strerror or error}") from error
+
+
 def start(child: Child) -> Callable[[], None]:
     """Load the model and return the loop."""
     # Imported here, so that the module can be used without torch.
     from statewise.runtime.engine.build import build_runtime
 
     clock = SystemClock()
+    if child.args.log_events:
+        _log_events(child.args.log_events)
     log.info("loading %s", child.args.model_path)
     started = clock.monotonic()
     built = build_runtime(child.args, LoadProgress(child, clock))

@@ -275,6 +275,11 @@ def test_control_routes_answer(server: ServerProcess) -> None:
     assert server.get("/get_load").json()[0]["num_reqs"] == 0
     assert server.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
     assert server.get("/cache").json() == {"nodes": []}
+    svg = server.get("/cache?format=svg")
+    assert (svg.headers["content-type"], svg.text) == ("image/svg+xml", "<svg & nothing>")
+    page = server.get("/cache/ui")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "<title>statewise cache</title>" in page.text
     assert server.post("/tokenize", {"prompt": "ab"}).json()["tokens"] == [97, 98]
     assert server.post("/tokenize", {"prompt": ["a", "b"]}).json()["tokens"] == [[97], [98]]
     assert server.post("/detokenize", {"tokens": [97, 98]}).json() == {"text": "ab"}

@@ -159,5 +159,5 @@ class EchoEngine:
             raise ModelLoadError(f"{model_path}: no such directory")
         return {"num_paused_requests": 0, "weight_version": weight_version or "default"}
 
-    def cache_dump(self) -> dict[str, Any]:
-        return {"nodes": []}
+    def cache_dump(self, form: str) -> dict[str, Any]:
+        return {"nodes": []} if form == "json" else {"text": f"<{form} & nothing>"}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from statewise.runtime.errors import OperatingError
-from statewise.runtime.server.http import control, errors
+from statewise.runtime.server.http import cache, control, errors
 from statewise.runtime.server.http.chat import chat_completions
 from statewise.runtime.server.http.completions import completions
 from statewise.runtime.server.http.door import Door
@@ -38,7 +38,8 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/flush_cache", control.flush_cache, ("GET", "POST")),
     ("/abort_request", control.abort_request, ("POST",)),
     ("/update_weights_from_disk", control.update_weights, ("POST",)),
-    ("/cache", control.cache_dump, ("GET",)),
+    ("/cache", cache.dump, ("GET",)),
+    ("/cache/ui", cache.inspector, ("GET",)),
     ("/tokenize", control.tokenize, ("POST",)),
     ("/detokenize", control.detokenize, ("POST",)),
     ("/metrics", control.metrics, ("GET",)),

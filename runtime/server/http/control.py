@@ -151,11 +151,6 @@ async def flush_cache(request: Request) -> Response:
     return JsonResponse({"success": True, **result})
 
 
-async def cache_dump(request: Request) -> Response:
-    """Return the cache's tree as data."""
-    return JsonResponse(await _service(request).broker.call(links.SCHEDULER, "cache_dump", {}))
-
-
 class AbortBody(msgspec.Struct):
     """Which requests to end."""
 

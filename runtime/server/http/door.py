@@ -14,7 +14,7 @@ from statewise.runtime.errors import UnauthorizedError
 from statewise.runtime.server.http.errors import response_of
 from statewise.runtime.server.service import Service
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/cache/ui")
 ADMIN_PATHS = ("/flush_cache", "/cache", "/update_weights_from_disk")
 
 log = logging.getLogger("statewise.access")

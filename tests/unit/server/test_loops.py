@@ -120,6 +120,7 @@ def test_scheduler_aborts_one_or_all_and_ignores_the_ended(child: FakeChild) -> 
         ("update_weights", {"model_path": "there", "weight_version": "v2"}, ""),
         ("update_weights", {"model_path": "missing"}, "no such directory"),
         ("update_weights", {}, "model_path"),
+        ("cache_dump", {"format": "svg"}, ""),
         ("explode", {}, "unknown operation"),
     ],
 )
