@@ -383,6 +383,17 @@ class RadixTree:
         """Device blocks of `group` that `evict` could free now. O(1)."""
         return self.trailing.evictable[group]
 
+    def evictable_beside(self, match: Match) -> tuple[int, ...]:
+        """Blocks per group that `evict` could free after the history of `match` was leased."""
+        spare = list(self.trailing.evictable)
+        ends = [*match.starts[1:], match.logical_pages]
+        for node, start, end in zip(match.nodes, match.starts, ends, strict=True):
+            if not node.protect and self.topology.holds(node):
+                for group in self.topology.history:
+                    part = node.segments[group].part(0, min(end - start, node.num_pages))
+                    spare[group] -= part.num_present
+        return tuple(spare)
+
     def evict(self, group: int, num_blocks: int) -> Freed:
         """Free at least `num_blocks` device blocks of `group`, or as many as are evictable.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix import Freed, RadixTree
+from statewise.radix import Freed, Match, RadixTree
 from statewise.runtime.cache.checksums import BlockChecksums
 from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.errors import OutOfBlocksError
@@ -40,6 +40,11 @@ class Blocks:
     def available(self) -> tuple[int, ...]:
         """Free plus evictable blocks per group."""
         return tuple(p.num_free + self._tree.evictable(g) for g, p in enumerate(self.pools))
+
+    def spare(self, match: Match) -> tuple[int, ...]:
+        """Blocks per group that could be had beside the history of `match`."""
+        evictable = self._tree.evictable_beside(match)
+        return tuple(p.num_free + evictable[g] for g, p in enumerate(self.pools))
 
     def take(self, wanted: Mapping[int, int]) -> dict[int, Int32]:
         """Allocate `wanted[group]` blocks of every group named, evicting where needed.

@@ -178,7 +178,7 @@ class PrefixCache:
         budget = Budget(
             len(tokens),
             granularity,
-            blocks=self._blocks.available(),
+            blocks=self._blocks.spare(match),
             repair=not direct_only,
             rebuild=not direct_only,
             load=False,

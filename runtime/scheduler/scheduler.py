@@ -199,6 +199,7 @@ class Scheduler:
             limit = size // 2
         if request.replays and self.running and request is self.running[0]:
             request.direct_only = True  # its repair does not fit beside its history
+            request.report = None  # which spoke of the repair
             self._preempt(request)
         return 0
 

@@ -149,6 +149,22 @@ def test_f21_any_flipped_bit_of_any_layer_is_found_and_rebuilt(gemma: Path, cold
         assert scene.serve(PROMPT).report.level == "direct"
 
 
+def test_a_rebuild_that_would_not_fit_beside_the_history_is_not_planned(
+    gemma: Path, cold: Served
+) -> None:
+    """A pool of one prompt and a little more: what is broken is computed anew in its own place."""
+    tight = SETTINGS | {"max_total_tokens": LENGTH + 48}
+    scene = Scene(model_path=str(gemma), audit=True, checkpoint_interval=4096, **tight)
+    scene.serve(PROMPT)
+    scene.spoil(PROMPT, "full", 0b001, range(10, PAGES))
+    plan = scene.plan(PROMPT)
+    assert plan.level is Level.RECOMPUTE
+    served = scene.serve(PROMPT)
+    assert served.tokens == cold.tokens
+    assert served.report.level == "recompute"
+    assert served.report.recomputed == LENGTH - plan.position
+
+
 # ------------------------------------------------------------------------- a real model
 
 LONG = 8192
@@ -160,7 +176,7 @@ def test_gemma_3_270m_with_a_prefix_of_8k_tokens() -> None:
     from statewise.runtime.errors import ModelLoadError
 
     settings: dict[str, object] = {
-        "model_path": "gemma3-270m", "page_size": 16, "max_total_tokens": LONG + 512,
+        "model_path": "gemma3-270m", "page_size": 16, "max_total_tokens": 2 * LONG + 512,
         "chunked_prefill_size": 512, "checkpoint_interval": 4096, "num_threads": 0,
     }  # fmt: skip
     rng = random.Random(8)

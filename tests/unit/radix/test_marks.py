@@ -126,3 +126,19 @@ def test_a_rebuilt_page_is_valid_again() -> None:
     assert sums is not None
     assert sums[2].tolist() == SUMS[0][50].tolist()
     tree.audit()
+
+
+def test_what_a_match_relies_on_is_not_to_spare() -> None:
+    tree = RadixTree(SCHEMA)
+    tree.release(publish(tree, 6, 10))
+    other = TOKENS + 1
+    lease = tree.lease(tree.match(NS, TokenKey(other[:0])), 0)
+    table = np.arange(40, 43, dtype=np.int32)
+    tree.publish(lease, TokenKey(other[:12]), 3, [table, table], written(), 12)
+    tree.release(lease)
+    assert tree.evictable(0) == 9
+    assert tree.evictable_beside(match(tree, 4))[0] == 5
+    assert tree.evictable_beside(match(tree, 6))[0] == 3
+    held = tree.lease(match(tree, 6), 6 * PAGE)
+    assert tree.evictable_beside(match(tree, 6))[0] == tree.evictable(0) == 3
+    tree.release(held)
