@@ -27,9 +27,10 @@ _I32 = ctypes.c_int32
 _F32 = ctypes.c_float
 
 
-def _fields(
+def fields(
     pointers: str, integers: str, codes: str = "", floats: str = ""
 ) -> list[tuple[str, type[Any]]]:
+    """Fields of a struct by kind, in this order: pointers, 64-bit and 32-bit integers, floats."""
     groups: tuple[tuple[str, type[Any]], ...] = (
         *((pointers, _P), (integers, _I64)),
         *((codes, _I32), (floats, _F32)),
@@ -40,7 +41,7 @@ def _fields(
 class AttentionParams(ctypes.Structure):
     """Attention and append."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         "q out kv k v sinks query_starts context_lens context_starts page_table write_mask",
         "num_rows num_q_heads num_kv_heads head_dim page_size table_stride num_blocks kv_stride "
         "q_stride k_stride v_stride window checked_blocks bad_block",
@@ -52,7 +53,7 @@ class AttentionParams(ctypes.Structure):
 class NormParams(ctypes.Structure):
     """Root-mean-square norm, with or without a residual."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         "x residual weight sum out", "rows dim x_stride", "dtype weight_dtype", "eps offset"
     )
 
@@ -60,7 +61,7 @@ class NormParams(ctypes.Structure):
 class RopeParams(ctypes.Structure):
     """Rotary embedding in place."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         "q k cos sin positions",
         "num_tokens num_q_heads num_kv_heads head_dim half max_positions q_stride k_stride",
         "dtype",
@@ -70,19 +71,19 @@ class RopeParams(ctypes.Structure):
 class ActParams(ctypes.Structure):
     """Gated activation."""
 
-    _fields_ = _fields("gate_up out", "rows dim x_stride", "dtype kind")
+    _fields_ = fields("gate_up out", "rows dim x_stride", "dtype kind")
 
 
 class LinearParams(ctypes.Structure):
     """Linear layer of few rows."""
 
-    _fields_ = _fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype")
+    _fields_ = fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype")
 
 
 class DigestParams(ctypes.Structure):
     """Digests of blocks."""
 
-    _fields_ = _fields("base blocks out", "num_blocks block_stride block_bytes")
+    _fields_ = fields("base blocks out", "num_blocks block_stride block_bytes")
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (

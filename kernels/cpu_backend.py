@@ -26,7 +26,7 @@ from statewise.kernels import abi, native, row_steps
 from statewise.kernels.huge_pages import HugePages
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
-from statewise.kernels.reference import TorchOps
+from statewise.kernels.recurrent_cpu import CpuRecurrentOps
 
 # Rows up to which the native linear layer is the faster one; measured, see docs/kernels.md.
 MAX_ROWS_TILES = 128  # bfloat16 on tile registers
@@ -159,7 +159,7 @@ class CpuAttention:
         return out
 
 
-class CpuOps(TorchOps):
+class CpuOps(CpuRecurrentOps):
     """The small operations in the native library; what it does not take goes to torch."""
 
     name = "cpu"

@@ -220,6 +220,10 @@ class Ops(Protocol):
         """
         ...
 
+    def sinkhorn(self, raw: Tensor, iterations: int, eps: float) -> Tensor:
+        """Doubly stochastic matrices [N, n, n] from raw ones, by alternating normalisation."""
+        ...
+
     def causal_conv(
         self, x: Tensor, states: Tensor, weight: Tensor, starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

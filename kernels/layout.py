@@ -51,6 +51,11 @@ def entry_layout_id(geometry: EntryGeometry) -> str:
     return f"entries-{dtype_word(g.dtype)}-r{g.ratio}-p{g.page_size}-d{g.dim}-v1"
 
 
+def entry_pool_shape(geometry: EntryGeometry) -> tuple[int, int]:
+    """Shape of one block: [P / ratio, D]."""
+    return (geometry.entries_per_page, geometry.dim)
+
+
 def state_layout_id(geometry: StateGeometry) -> str:
     """Stable word for a snapshot."""
     return f"state-{dtype_word(geometry.dtype)}-n{geometry.num_values}-v1"

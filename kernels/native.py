@@ -16,13 +16,15 @@ from pathlib import Path
 
 from statewise.kernels import build
 from statewise.kernels.abi import ABI_VERSION, STRUCTS
+from statewise.kernels.sparse_abi import SPARSE_STRUCTS
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_PATH = Path(__file__).resolve().parent / build.LIBRARY_NAME
 _OPERATIONS = (
     *("sw_attention", "sw_append", "sw_rms_norm", "sw_rope", "sw_gated_act"),
-    *("sw_linear", "sw_digest"),
+    *("sw_linear", "sw_digest", "sw_sparse_attend", "sw_select", "sw_pool_windows"),
+    *("sw_delta_rule", "sw_causal_conv", "sw_sinkhorn"),
 )
 
 
@@ -37,6 +39,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.sw_isa.restype = ctypes.c_char_p
     library.sw_set_isa.argtypes = [ctypes.c_char_p]
     library.sw_struct_size.restype = ctypes.c_int64
+    library.sw_sparse_struct_size.restype = ctypes.c_int64
     for name in _OPERATIONS:
         getattr(library, name).argtypes = [ctypes.c_void_p]
     return library
@@ -81,7 +84,9 @@ def load_library() -> ctypes.CDLL:
             "rebuild them with: python -m statewise.kernels.build"
         )
     sizes = [library.sw_struct_size(i) for i in range(len(STRUCTS))]
-    assert sizes == [ctypes.sizeof(s) for s in STRUCTS], "parameter structs differ from abi.h"
+    sizes += [library.sw_sparse_struct_size(i) for i in range(len(SPARSE_STRUCTS))]
+    structs = (*STRUCTS, *SPARSE_STRUCTS)
+    assert sizes == [ctypes.sizeof(s) for s in structs], "parameter structs differ from abi.h"
     return library
 
 

@@ -66,8 +66,8 @@ def delta_rule(
     [R] positions of the first tokens). Returns (o [T, H, dv] in v's dtype, new states).
     """
     dtype = states.dtype
-    q = _unit(q.to(dtype)) * q.shape[-1] ** -0.5
-    k, values = _unit(k.to(dtype)), v.to(dtype)
+    q = unit(q.to(dtype)) * q.shape[-1] ** -0.5
+    k, values = unit(k.to(dtype)), v.to(dtype)
     starts, positions = rows
     out = torch.empty(v.shape, dtype=dtype)
     kept = []
@@ -84,7 +84,8 @@ def delta_rule(
     return out.to(v.dtype), torch.stack(kept)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length one (nearly: a floor keeps zero finite)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 

@@ -243,6 +243,15 @@ class TorchOps:
         """Sum of values under a softmax of gates over dimension 1."""
         return (gates.softmax(1) * values).sum(1)
 
+    def sinkhorn(self, raw: Tensor, iterations: int, eps: float) -> Tensor:
+        """Rows by softmax, then columns and rows in turn divided by their sums."""
+        matrix = raw.softmax(-1) + eps
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        return matrix
+
     def causal_conv(
         self, x: Tensor, states: Tensor, weight: Tensor, starts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

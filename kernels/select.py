@@ -50,7 +50,11 @@ def select_backend(name: str, dtype: torch.dtype) -> tuple[AttentionBackend, Ops
 
 def select_sparse(backend_name: str) -> SparseKernels:
     """Operations on entries that go with an attention backend."""
-    return TorchSparse()
+    if backend_name != "cpu":
+        return TorchSparse()
+    from statewise.kernels.sparse_cpu import CpuSparse
+
+    return CpuSparse()
 
 
 def _best(dtype: torch.dtype) -> str:

@@ -30,6 +30,8 @@ from statewise.radix.schema import CacheSchema, GroupKind
 class Form(enum.Enum):
     """What a page (or a position's block) of one group is."""
 
+    __hash__ = object.__hash__  # members are singletons; the inherited one runs in Python
+
     ABSENT = "absent"
     FULL = "full"
     COMPRESSED = "compressed"
@@ -42,6 +44,8 @@ class Form(enum.Enum):
 
 class Cause(enum.Enum):
     """Why a form changes."""
+
+    __hash__ = object.__hash__
 
     PUBLISH = "publish"  # computed and handed over
     REPLACE = "replace"  # a valid block takes the place of one that was not
@@ -160,6 +164,9 @@ class Ledger:
         A PUBLISH or LOAD starts from `absent` by default.
         """
         if count <= 0:
+            return
+        if before is None and self.sink is None and (group, cause) in self.counts:
+            self.counts[group, cause] += count  # allowed before, allowed again
             return
         kind = self.schema.groups[group].kind
         if before is None:

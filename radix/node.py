@@ -51,8 +51,17 @@ class WindowPins:
 
     def tally(self, start: int, stop: int) -> tuple[int, int]:
         """(evictable, transient) pages of the node's pages [start, stop)."""
-        free = self.present(start, stop) & (self.locks[start:stop] == 0)
-        transient = free & (self.kept[start:stop] == 0)
+        locks = self.locks[start:stop]
+        kept = self.kept[start:stop]
+        segment = self.node.segments[self.group]
+        if segment.num_present == segment.table.shape[1]:  # no page to leave out
+            num = len(locks)
+            locked = int(np.count_nonzero(locks))
+            return num - locked, num - int(np.count_nonzero(locks | kept))
+        if not segment.num_present:
+            return 0, 0
+        free = self.present(start, stop) & (locks == 0)
+        transient = free & (kept == 0)
         return int(np.count_nonzero(free)), int(np.count_nonzero(transient))
 
     def transient_pages(self) -> Intp:

@@ -122,4 +122,108 @@ struct DigestParams {
   int64_t block_bytes;
 };
 
+// A group of entries in one step: one vector [dim] for `ratio` tokens.
+struct EntryGroup {
+  const void* pool;           // [B, entries_per_page, dim], block stride block_stride; or null
+  const int32_t* page_table;  // [R, table_stride]
+  int64_t num_blocks;
+  int64_t block_stride;
+  int64_t table_stride;
+  int64_t entries_per_page;
+  int64_t dim;
+  int64_t ratio;
+  int64_t window;  // 0: none
+};
+
+struct SparseParams {
+  EntryGroup window;
+  EntryGroup entries;
+  const void* q;            // [T, H, dim] contiguous
+  void* out;                // [T, H, value_dim], dtype of q
+  const float* sinks;       // [H] or null
+  const int32_t* selected;  // [T, top_k] ascending, -1 at the end; or null: all visible
+  const int32_t* query_starts;    // [R + 1]
+  const int32_t* context_lens;    // [R]
+  const int32_t* context_starts;  // [R], of the window
+  int64_t num_rows;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t dim;
+  int64_t value_dim;
+  int64_t top_k;
+  int64_t bad_block;  // out
+  int32_t q_dtype;
+  int32_t kv_dtype;
+  float scale;
+};
+
+struct SelectParams {
+  EntryGroup entries;
+  const void* q;         // [T, H, dim], token stride q_stride
+  const float* weights;  // [T, H]
+  int32_t* out;          // [T, top_k]
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  int64_t num_rows;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t q_stride;
+  int64_t top_k;
+  int64_t bad_block;  // out
+  int32_t q_dtype;
+  int32_t kv_dtype;
+};
+
+// Scores of one query for entries [first, last) go to scores[at ...].
+struct ScoreItem {
+  int64_t token, row, position;
+  int64_t first, last;
+  int64_t at;
+};
+
+struct WindowsParams {
+  const float* values;  // [rows, size, dim]
+  const float* gates;
+  float* out;  // [rows, dim]
+  int64_t rows;
+  int64_t size;
+  int64_t dim;
+};
+
+struct DeltaParams {
+  const float* q;      // [T, H, key_dim], normalised and scaled
+  const float* k;      // [T, H, key_dim], normalised
+  const float* v;      // [T, H, value_dim]
+  const float* decay;  // [T, H] factors
+  const float* beta;   // [T, H]
+  float* states;       // [R, H, key_dim, value_dim], moved on
+  float* out;          // [T, H, value_dim]
+  const int64_t* starts;  // [R + 1]
+  int64_t num_rows;
+  int64_t num_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+};
+
+struct ConvParams {
+  const float* x;       // [T, channels]
+  const float* states;  // [R, size - 1, channels] the tokens before
+  const float* weight;  // [size, channels]
+  float* out;           // [T, channels]
+  float* kept;          // [R, size - 1, channels] the last tokens
+  const int64_t* starts;  // [R + 1]
+  int64_t num_rows;
+  int64_t channels;
+  int64_t size;
+};
+
+struct SinkhornParams {
+  const float* x;  // [rows, n, n]
+  float* out;
+  int64_t rows;
+  int64_t n;
+  int64_t iterations;
+  float eps;
+};
+
 }  // namespace sw

@@ -20,6 +20,14 @@ struct Kernels {
   int64_t (*linear_workspace_bytes)(const LinearParams&);
   int (*linear)(const LinearParams&, void* workspace);
   void (*digests)(const DigestParams&);
+  int64_t (*sparse_scratch_floats)(int64_t dim);  // per thread
+  int (*sparse_attend)(const SparseParams&, float* scratch);
+  int (*score_entries)(const SelectParams&, const ScoreItem*, int64_t num_items, float* scores);
+  int (*pool_windows)(const WindowsParams&);
+  int64_t (*delta_scratch_floats)(int64_t key_dim);  // per thread
+  int (*delta_rule)(const DeltaParams&, float* scratch);
+  int (*causal_conv)(const ConvParams&);
+  int (*sinkhorn)(const SinkhornParams&);
 };
 
 namespace portable {

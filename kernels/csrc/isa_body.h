@@ -27,6 +27,8 @@ struct p_same<A, A> {
 #include "vec.inc.h"
 #include "attention.inc.h"
 #include "ops.inc.h"
+#include "sparse.inc.h"
+#include "recurrent.inc.h"
 #include "linear.inc.h"
 bool use_tiles = false;
 void set_use_tiles(bool tiles) { use_tiles = tiles; }
@@ -38,8 +40,13 @@ void set_use_tiles(bool tiles) { use_tiles = tiles; }
 
 const Kernels* kernels() {
   static const Kernels table = {
-      set_use_tiles, attend_tile_rows, attend_scratch_bytes,   attend, append,  rms_norm,
-      rope,          gated_act,        linear_workspace_bytes, linear, digests,
+      set_use_tiles,  attend_tile_rows,      attend_scratch_bytes,
+      attend,         append,                rms_norm,
+      rope,           gated_act,             linear_workspace_bytes,
+      linear,         digests,               sparse_scratch_floats,
+      sparse_attend,  score_entries,         pool_windows,
+      delta_scratch_floats, delta_rule,      causal_conv,
+      sinkhorn,
   };
   return &table;
 }

@@ -10,6 +10,7 @@
 
 #include "abi.h"
 #include "isa.h"
+#include "library.h"
 #include "pool.h"
 #include "work.h"
 
@@ -52,8 +53,6 @@ struct Workspace {
 };
 
 Workspace g_workspace;
-
-int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Every table entry that the step may read or write names a block of the pool.
 int check_blocks(AttentionParams& p) {
@@ -112,6 +111,15 @@ int run_linear(const LinearParams& p) {
 }
 
 }  // namespace
+
+std::mutex& library_lock() { return g_lock; }
+
+const Kernels& chosen_kernels() { return kernels(); }
+
+uint8_t* workspace(int64_t num_bytes) {
+  return g_workspace.reserve(num_bytes) ? g_workspace.data : nullptr;
+}
+
 }  // namespace sw
 
 SW_EXPORT int32_t sw_abi_version() { return sw::kAbiVersion; }

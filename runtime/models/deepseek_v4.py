@@ -92,13 +92,12 @@ class Builder:
         config = self.config
         n = config.hyper.streams
         rows = (2 + n) * n
-        return HyperConnection(
-            config.hyper,
+        weights = (
             self.weights.wide(f"{prefix}_fn", [rows, n * config.hidden_size]),
             self.weights.wide(f"{prefix}_base", [rows]),
             self.weights.wide(f"{prefix}_scale", [3]),
-            config.norm_eps,
         )
+        return HyperConnection(self.ops, config.hyper, weights, config.norm_eps)
 
 
 class History:

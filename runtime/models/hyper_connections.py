@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from statewise.kernels.interface import Ops
 from statewise.runtime.models.deepseek_config import HyperConfig
 from statewise.runtime.models.parts import unit_rms
 
@@ -26,10 +27,10 @@ class HyperConnection:
     """The mixing around one block; fn [(2 + n) n, n d], base [(2 + n) n], scale [3]."""
 
     def __init__(
-        self, config: HyperConfig, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float
+        self, ops: Ops, config: HyperConfig, weights: tuple[Tensor, Tensor, Tensor], norm_eps: float
     ) -> None:
-        self.config, self.norm_eps = config, norm_eps
-        self.fn = fn
+        self.ops, self.config, self.norm_eps = ops, config, norm_eps
+        self.fn, base, scale = weights
         n = config.streams
         self.scales = torch.cat(
             [scale[:1].expand(n), scale[1:2].expand(n), scale[2:].expand(n * n)]
@@ -43,7 +44,7 @@ class HyperConnection:
         pre, post, mix = torch.split(raw, [n, n, n * n], dim=-1)
         pre = pre.sigmoid() + eps
         x = (pre.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
-        matrix = sinkhorn(mix.view(-1, n, n), self.config.iterations, eps)
+        matrix = self.ops.sinkhorn(mix.reshape(-1, n, n), self.config.iterations, eps)
         post = (2 * post.sigmoid()).unsqueeze(-1)
         return x, post.to(streams.dtype), matrix.transpose(1, 2).to(streams.dtype)
 
@@ -72,13 +73,3 @@ class HyperHead:
 def coefficients(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     """Fn @ rms(flat(streams)): [T, rows of fn] in fn's dtype."""
     return functional.linear(unit_rms(streams.flatten(1).to(fn.dtype), norm_eps), fn)
-
-
-def sinkhorn(raw: Tensor, iterations: int, eps: float) -> Tensor:
-    """Doubly stochastic [T, n, n] from raw: rows by softmax, then columns and rows in turn."""
-    matrix = raw.softmax(-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return matrix

@@ -12,6 +12,7 @@ from statewise.kernels import native
 from statewise.kernels.interface import Ops
 from statewise.kernels.reference import TorchOps
 from statewise.kernels.select import select_backend
+from support.native_kernels import INSTRUCTION_SETS, native_setting, needs_native
 
 HEADS, KEY, VALUE = 3, 8, 12
 
@@ -127,3 +128,57 @@ def test_pooled_windows_are_gated_means(ops: Ops) -> None:
     expected = (values * gates.softmax(1)).sum(1)
     assert float((ops.pool_windows(values, gates) - expected).abs().max()) <= 1e-6
     assert ops.pool_windows(values[:0], gates[:0]).shape == (0, 20)
+
+
+@pytest.mark.parametrize("ops", OPS, ids=IDS)
+def test_normalised_matrices_are_doubly_stochastic(ops: Ops) -> None:
+    raw = torch.randn(7, 4, 4, generator=torch.Generator().manual_seed(3))
+    matrix = ops.sinkhorn(raw, 20, 1e-6)
+    assert float((matrix.sum(1) - 1).abs().max()) <= 1e-4
+    assert float((matrix.sum(2) - 1).abs().max()) <= 1e-4
+    assert float((matrix - TorchOps().sinkhorn(raw, 20, 1e-6)).abs().max()) <= 1e-6
+    assert ops.sinkhorn(raw.double(), 3, 1e-6).dtype == torch.float64
+
+
+@needs_native
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_instruction_set_and_thread_count(instruction_set: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(40, 37, generator=g), torch.randn(37, 4, generator=g)
+    before, starts = torch.randn(2, 3, 37, generator=g), [0, 39, 40]
+    delta = inputs(40, 2)
+    windows = torch.randn(6, 8, 37, generator=g)
+    raw = torch.randn(9, 4, 4, generator=g)
+
+    def run(ops: Ops) -> list[Tensor]:
+        return [
+            *ops.causal_conv(x, before, weight, starts),
+            *ops.delta_rule(*delta, (starts, [5, 0])),
+            ops.pool_windows(windows, windows.flip(1)),
+            ops.sinkhorn(raw, 5, 1e-6),
+        ]
+
+    expected = run(TorchOps())
+    native_ops = select_backend("cpu", torch.float32)[1]
+    results = []
+    for threads in (1, 3):
+        with native_setting(instruction_set, threads):
+            results.append(run(native_ops))
+    for one, other, wanted in zip(*results, expected, strict=True):
+        assert torch.equal(one, other)
+        assert float((one - wanted).abs().max()) <= 3e-5
+
+
+@needs_native
+def test_the_native_delta_rule_may_stop_anywhere() -> None:
+    ops = select_backend("cpu", torch.float32)[1]
+    q, k, v, decay, beta, states = inputs(50, 1)
+    whole, end = ops.delta_rule(q, k, v, decay, beta, states, ([0, 50], [0]))
+    state, parts = states, []
+    for a, b in ((0, 1), (1, 18), (18, 50)):
+        part, state = ops.delta_rule(
+            q[a:b], k[a:b], v[a:b], decay[a:b], beta[a:b], state, ([0, b - a], [a])
+        )
+        parts.append(part)
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(state, end)

@@ -11,6 +11,7 @@ from statewise.kernels import native
 from statewise.kernels.interface import BatchLayout, EntryGeometry, SparseKernels
 from statewise.kernels.select import select_sparse
 from statewise.kernels.sparse_reference import TorchSparse
+from support.native_kernels import INSTRUCTION_SETS, native_setting, needs_native
 from support.sparse_cases import (
     EntryGroup,
     Rows,
@@ -192,3 +193,62 @@ def test_a_block_outside_the_pool_is_refused(kernel: SparseKernels) -> None:
 def test_geometries_that_make_no_sense_are_refused(geometry: EntryGeometry) -> None:
     with pytest.raises(ValueError, match=r"page must hold whole|can have a window"):
         TorchSparse().plan(geometry, group().layout)
+
+
+@needs_native
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_instruction_set_and_thread_count(instruction_set: str, dtype: torch.dtype) -> None:
+    """Odd sizes, all dtypes; threads change no bit."""
+    window = group(MANY, dim=37, ratio=1, window=70, dtype=dtype)
+    entries = group(MANY, dim=37, ratio=4, dtype=dtype, seed=1)
+    index = group(MANY, dim=19, ratio=4, dtype=dtype, seed=2)
+    q = random(MANY.num_tokens, 19, 37, seed=3, dtype=dtype)
+    index_q = random(MANY.num_tokens, 5, 19, seed=4, dtype=dtype)
+    weights, sinks = random(MANY.num_tokens, 5, seed=5), random(19, seed=6)
+
+    def run(kernel: SparseKernels) -> tuple[torch.Tensor, torch.Tensor]:
+        plans = [kernel.plan(g.geometry, g.layout) for g in (window, entries, index)]
+        chosen = kernel.select(plans[2], index.pool, index_q, weights, 24)
+        assert chosen is not None
+        parts = ((plans[0], window.pool), (plans[1], entries.pool))
+        return chosen, kernel.attend(q, *parts, chosen, sinks, scale=0.3, value_dim=21)
+
+    expected_chosen, expected = run(TorchSparse())
+    results = []
+    for threads in (1, 3):
+        with native_setting(instruction_set, threads):
+            results.append(run(select_sparse("cpu")))
+    for chosen, out in results:
+        if dtype == torch.float32:  # rounding decides between near equals
+            assert torch.equal(chosen, expected_chosen)
+            assert float((out - expected).abs().max()) <= 2e-5
+        assert torch.equal(out, results[0][1])
+        assert torch.equal(chosen, results[0][0])
+    if dtype != torch.float32:
+        same = (results[0][0] == expected_chosen).all(1)
+        assert float(same.float().mean()) > 0.9
+        difference = (results[0][1].float() - expected.float()).abs()[same]
+        assert float(difference.max()) <= 2e-2
+
+
+@needs_native
+def test_a_query_does_not_depend_on_how_its_prompt_is_cut() -> None:
+    """Whole prompt or last token alone: the same bits."""
+    kernel = select_sparse("cpu")
+    whole, last = Rows([(0, 150)], [0]), Rows([(149, 1)], [0])
+    made = group(whole, ratio=4)
+    alone = BatchLayout(
+        torch.tensor([0, 1], dtype=torch.int32),
+        made.layout.context_lens,
+        made.layout.context_starts,
+        made.layout.page_table,
+        made.layout.write_mask,
+    )
+    q = random(150, 6, 24)
+    results = []
+    for layout, queries in ((made.layout, q), (alone, q[149:])):
+        part = (kernel.plan(made.geometry, layout), made.pool)
+        results.append(kernel.attend(queries, None, part, None, random(6), scale=0.2, value_dim=24))
+    assert last.num_tokens == 1
+    assert torch.equal(results[0][149:], results[1])

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from statewise.kernels.select import select_backend
 from statewise.runtime.errors import ModelLoadError
 from statewise.runtime.models.tiny import TinySize
 from support.hybrid_driver import HybridDriver, Span
+from support.native_kernels import needs_native
 from support.oracle import assert_close, oracle_logits, pieces, token_ids
 from support.tiny import load_tiny, tiny_model
 
@@ -70,6 +72,15 @@ def test_float64_equals_transformers() -> None:
     ids = token_ids(LENGTH, seed=2)
     ours = chunked(driver_of(dtype=torch.float64), ids, (100, 1, 29))
     assert_close(ours, oracle_logits(path_of(), ids, torch.float64), 1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
+def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:
+    backend, ops = select_backend("cpu", torch.float32)
+    ids = token_ids(LENGTH, seed=11)
+    driver = HybridDriver(load_tiny(path_of(), ops=ops), backend=backend)
+    assert_close(chunked(driver, ids, sizes), oracle_logits(path_of(), ids))
 
 
 def test_rows_of_one_step_do_not_see_each_other() -> None:

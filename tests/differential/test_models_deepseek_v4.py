@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from statewise.kernels.select import select_backend
 from statewise.radix.need import needs_snapshot, trailing_pages
 from statewise.runtime.errors import ModelLoadError
 from statewise.runtime.models.tiny import TinySize
 from support.hybrid_driver import HybridDriver, Sequence, Span
+from support.native_kernels import needs_native
 from support.oracle import assert_close, oracle, oracle_logits, pieces, token_ids
 from support.tiny import load_tiny, tiny_model
 
@@ -181,6 +183,15 @@ def test_quantised_weights_are_dequantised() -> None:
 def test_a_page_that_splits_an_entry_is_a_load_error() -> None:
     with pytest.raises(ModelLoadError, match=r"multiple of 16, not 24; use --page-size 16"):
         load_tiny(path_of("default"), page_size=24)
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
+def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:
+    backend, ops = select_backend("cpu", torch.float32)
+    ids = token_ids(LENGTH, seed=11)
+    driver = HybridDriver(load_tiny(path_of("default"), page_size=PAGE, ops=ops), backend=backend)
+    assert_close(chunked(driver, ids, sizes), oracle_logits(path_of("default"), ids))
 
 
 def test_rows_of_one_step_do_not_see_each_other() -> None:

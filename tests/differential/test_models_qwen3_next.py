@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from statewise.kernels.select import select_backend
 from statewise.runtime.models.tiny import TinySize
 from support.hybrid_driver import HybridDriver, Span
+from support.native_kernels import needs_native
 from support.oracle import assert_close, oracle_logits, pieces, token_ids
 from support.tiny import load_tiny, tiny_model
 
@@ -52,6 +54,15 @@ def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     ids = token_ids(LENGTH, seed=1)
     assert_close(chunked(driver_of(), ids, sizes), oracle_logits(path_of(), ids))
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
+def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:
+    backend, ops = select_backend("cpu", torch.float32)
+    ids = token_ids(LENGTH, seed=11)
+    driver = HybridDriver(load_tiny(path_of(), ops=ops), backend=backend)
+    assert_close(chunked(driver, ids, sizes), oracle_logits(path_of(), ids))
 
 
 def test_rows_of_one_step_do_not_see_each_other() -> None:
