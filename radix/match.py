@@ -150,9 +150,13 @@ class Match:
 
     def _spans(self) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
         """(first page, pages used, segments) of each node."""
+        sizes = self.node_sizes()
+        yield from zip(self.starts, sizes, self.segments, strict=True)
+
+    def node_sizes(self) -> list[int]:
+        """Pages used of each node; none for a match that holds nothing whole."""
         ends = [*self.starts, self.logical_pages][1:]
-        for start, end, segments in zip(self.starts, ends, self.segments, strict=True):
-            yield start, end - start, segments
+        return [end - start for start, end in zip(self.starts, ends, strict=True)]
 
     def tiers(self, group: int) -> Int8:
         """[logical_pages] fastest tier that holds the page, -1 for none."""

@@ -386,11 +386,10 @@ class RadixTree:
     def evictable_beside(self, match: Match) -> tuple[int, ...]:
         """Blocks per group that `evict` could free after the history of `match` was leased."""
         spare = list(self.trailing.evictable)
-        ends = [*match.starts[1:], match.logical_pages]
-        for node, start, end in zip(match.nodes, match.starts, ends, strict=True):
+        for node, size in zip(match.nodes, match.node_sizes(), strict=True):
             if not node.protect and self.topology.holds(node):
                 for group in self.topology.history:
-                    part = node.segments[group].part(0, min(end - start, node.num_pages))
+                    part = node.segments[group].part(0, min(size, node.num_pages))
                     spare[group] -= part.num_present
         return tuple(spare)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statewise.radix import Namespace, TokenKey
+from statewise.radix import Namespace, TokenKey, Written
 from statewise.radix.schema import CacheSchema, GroupKind
 from statewise.radix.stamp import Stamp, StampTable
 from statewise.radix.tree import RadixTree
@@ -141,6 +141,14 @@ def test_f8_what_leaves_between_lookup_and_begin_is_planned_anew(shape: str) -> 
     driver.quiesce()
 
 
+def test_f8_a_match_of_nothing_whole_has_no_nodes_to_count() -> None:
+    tree = driver_of("FR").cache.tree
+    match = tree.match(Namespace(), TokenKey(tokens(3, 1)))
+    assert match.node_sizes() == []
+    assert match.tiers(0).tolist() == []
+    assert tree.evictable_beside(match) == (0, 0)
+
+
 def test_f10_the_report_says_why_nothing_is_reused() -> None:
     driver = driver_of("FWF")
     short = driver.serve("a", [1, 2, 3], 1).report
@@ -233,6 +241,25 @@ def test_f24_an_index_without_its_entries_is_no_index(group: str) -> None:
     assert match.is_direct, "what was rebuilt or recomputed fits together again"
 
 
+def test_f24_an_index_over_replaced_entries_is_not_resident() -> None:
+    """The tree alone: entries of one page are written again, their old index stays behind."""
+    schema = schema_of("CC")
+    tree = RadixTree(schema)
+    key = TokenKey(tokens(16, 15))
+    lease = tree.lease(tree.match(Namespace(), key), 0)
+    tables = [np.arange(4, dtype=np.int32) for _ in schema.groups]
+    tree.publish(lease, key, 4, tables, Written(tree.stamps, 1), 16)
+    entries, index = schema.index_of("entries"), schema.index_of("index")
+    assert tree.match(Namespace(), key).resident(index).all()
+    tree.drop(tree.match(Namespace(), key), entries, [1])
+    again = [np.full(2, -1, dtype=np.int32) for _ in schema.groups]
+    again[entries][1] = 9
+    tree.restore(lease, 1, 2, again, Written(tree.stamps, 2))
+    match = tree.match(Namespace(), key)
+    assert match.resident(entries).tolist() == [True] * 4
+    assert match.resident(index).tolist() == [True, False, True, True]
+
+
 def test_f25_every_request_that_cannot_run_is_answered_once() -> None:
     driver = driver_of("FWF", max_queued_requests=1, max_running_requests=1)
     sent = {
@@ -255,6 +282,20 @@ def test_f25_every_request_that_cannot_run_is_answered_once() -> None:
     codes = [o.finish.code for o in driver.outcomes.values() if o.finish is not None]
     assert len(codes) == 8
     assert codes.count("refused") == 2, "two fit into the queue and the running places"
+
+
+@pytest.mark.parametrize("position", [8, 20, 40])
+def test_f26_a_lease_takes_only_the_window_it_needs_out_of_eviction(position: int) -> None:
+    driver = driver_of("FWF")
+    prompt = tokens(41, 16)
+    driver.serve("a", prompt, 1)
+    tree, group = driver.cache.tree, driver.schema.index_of("window")
+    before = tree.evictable(group)
+    lease = tree.lease(driver.match(prompt), position)
+    needed = position // PAGE - (position - 6 + 1) // PAGE  # pages of the last 5 tokens
+    assert before - tree.evictable(group) == needed
+    driver.free(tree.release(lease))
+    assert tree.evictable(group) == before
 
 
 @pytest.mark.parametrize("short", ["full", "window"])
@@ -288,8 +329,6 @@ def test_f35_a_difference_in_any_part_of_the_stamp_is_a_miss(part: str) -> None:
     tree = RadixTree(schema, table.of_schema(schema))
     key = TokenKey(tokens(16, 13))
     lease = tree.lease(tree.match(Namespace(), key), 0)
-    from statewise.radix import Written
-
     blocks = [np.arange(4, dtype=np.int32)] * schema.num_groups
     tree.publish(lease, key, 4, blocks, Written(tree.stamps, 1), 16)
     assert tree.match(Namespace(), key).is_direct

@@ -169,7 +169,7 @@ MUTANTS: tuple[Mutant, ...] = (
         MATCH,
         "good = good & (self._rows(group, DEPENDENCY) == source)",
         "good = good & (source == source)",
-        (f"{CACHE}::test_f24_an_index_without_its_entries_is_no_index", "tests/unit/radix", WORLDS),
+        (f"{CACHE}::test_f24_an_index_over_replaced_entries_is_not_resident",),
     ),
     Mutant(
         "f25 an over-long prompt is taken",
@@ -183,7 +183,7 @@ MUTANTS: tuple[Mutant, ...] = (
         NEED,
         "    return min(sinks, lo), lo, num_pages",
         "    return 0, 0, num_pages",
-        (TREE,),
+        (f"{CACHE}::test_f26_a_lease_takes_only_the_window_it_needs_out_of_eviction",),
     ),
     Mutant(
         "f29 the snapshot is not restored",

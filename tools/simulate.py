@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +150,7 @@ def main() -> int:
     seconds = time.monotonic() - started
     progress(total, seconds)
     if args.json:
-        data = {"first": args.first, "seconds": seconds, **asdict(total), **environment()}
+        data = {"first": args.first, "seconds": seconds, **vars(total), **environment()}
         args.json.write_text(json.dumps(data, indent=1) + "\n")
     for violation in total.violations[:3]:
         print(violation["story"])

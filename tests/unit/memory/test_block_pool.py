@@ -34,7 +34,7 @@ def test_double_free_is_a_programmer_error() -> None:
         pool.free(blocks)
 
 
-def test_blocks_freed_during_a_step_wait_for_its_end() -> None:
+def test_f9_blocks_freed_during_a_step_wait_for_its_end() -> None:
     """F9: what a running step may still read is not handed out again."""
     pool = BlockPool("full", 2)
     blocks = pool.allocate(2)
@@ -47,7 +47,7 @@ def test_blocks_freed_during_a_step_wait_for_its_end() -> None:
     pool.close_epoch(2)
 
 
-def test_limbo_waits_for_every_epoch_open_at_the_free() -> None:
+def test_f9_limbo_waits_for_every_epoch_open_at_the_free() -> None:
     pool = BlockPool("full", 1)
     block = pool.allocate(1)
     pool.open_epoch(1)
