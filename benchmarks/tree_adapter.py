@@ -6,7 +6,8 @@
 An adapter's row is a page table with the lease that it belongs to. Publishing moves the lease to
 the new end, so "unlock the old node, lock the new one" needs no work of its own: an unlock after an
 insert waits for the next call, and is dropped if that call locks the inserted end.
-Pools are counters; slots are handed out once, as in the benchmark's other adapters.
+Pools are counters; slots are handed out once, as in the benchmark's other adapters. Every match
+runs the validation chain over what it would reuse, generations of every block included.
 
 This module measures nothing itself.
 """
@@ -21,18 +22,23 @@ from numpy.typing import NDArray
 from statewise.radix import (
     CacheSchema,
     Freed,
+    GroupEnv,
     GroupKind,
     Lease,
     Match,
     Namespace,
     RadixTree,
+    StampTable,
     StateGroupSpec,
     TokenKey,
+    ValidationEnv,
     Written,
+    validate,
 )
 
 Int32 = NDArray[np.int32]
 EVERYONE = Namespace()
+MAX_PAGES = 1 << 26  # page ids handed out in one run
 
 
 class Handle:
@@ -91,11 +97,17 @@ class FullCache:
                 "window", GroupKind.WINDOW, (0,), "bench", "v1", entry_bytes=1, window=window
             )
             groups.append(spec)
-        self.tree = RadixTree(CacheSchema(page, 1, tuple(groups), "bench"))
+        schema = CacheSchema(page, 1, tuple(groups), "bench")
+        stamp_table = StampTable()
+        stamps = stamp_table.of_schema(schema)
+        self.tree = RadixTree(schema, stamps)
+        generations = tuple(np.zeros(MAX_PAGES, dtype=np.int32) for _ in groups)
+        pools = tuple(GroupEnv(now) for now in generations)
+        self.env = ValidationEnv(schema, stamps, stamp_table, pools)
         self.capacity = [cap_full // page, cap_swa // page][: len(groups)]
         self.free = list(self.capacity)  # pages
         self.next_page = 1
-        self.written = Written((0,) * len(groups), 1)
+        self.written = Written(stamps, 1, generations)
         self.leaving: Handle | None = None  # unlocked after an insert, not yet released
 
     # ---------------------------------------------------------------- interface
@@ -109,6 +121,7 @@ class FullCache:
         self._settle()
         match = self.tree.match(EVERYONE, key)
         position = match.intersection()[0] * self.page
+        assert not validate(match, self.env, position), "nothing here goes wrong"
         branch = match.branch_position if position < match.logical_tokens else None
         return position, Handle(key, match, None, position), branch
 
@@ -193,7 +206,7 @@ class FullCache:
         """Hand out fresh pages."""
         num = tokens // self.page
         first = self.next_page
-        self.next_page = (first + num) & 0x3FFFFFFF
+        self.next_page = (first + num) % MAX_PAGES
         self.free = [n - num for n in self.free]
         return Row(np.arange(first, first + num, dtype=np.int32), self.page, None)
 
