@@ -72,16 +72,22 @@ def build_match(world: World) -> Match:
     node = Node(root, key.data, 0, n, segments)
     match.logical_pages = n
     match.nodes, match.starts, match.segments = [node], [0], [segments]
-    boundaries = sorted(set().union(*world.snapshots.values())) if world.snapshots else []
+    match.snapshots = snapshots_of(node, world.snapshots, schema.page_size)
+    return match
+
+
+def snapshots_of(
+    node: Node, snapshots: dict[int, frozenset[int]], page_size: int
+) -> tuple[Snapshot, ...]:
+    """Snapshots at page boundaries, as a match finds them: group -> pages."""
     found = []
-    for page in boundaries:
-        checkpoint = Checkpoint(node, page, b"", page * schema.page_size, "test")
+    for page in sorted(set().union(*snapshots.values())) if snapshots else []:
+        checkpoint = Checkpoint(node, page, b"", page * page_size, "test")
         checkpoint.blocks = tuple(
-            StateBlock(g, 100 + page, 0, 0, 0) for g, at in world.snapshots.items() if page in at
+            StateBlock(g, 100 + page, 0, 0, 0) for g, at in snapshots.items() if page in at
         )
         found.append(Snapshot(checkpoint))
-    match.snapshots = tuple(found)
-    return match
+    return tuple(found)
 
 
 def _segment(world: World, group: int) -> Segment:
