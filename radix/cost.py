@@ -14,6 +14,7 @@ This module does not know residency, and does not choose.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -66,6 +67,9 @@ class CostModel:
     pair_s: float = 0.0  # seconds per (token, context token) at full depth
     tiers: Mapping[Tier, TierCost] = field(default_factory=lambda: dict(DEFAULT_TIERS))
     _times: Float = field(init=False, repr=False, compare=False)
+    _by_depth: dict[int, list[float]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Check the tables and turn rates into times that never fall with more work."""
@@ -88,17 +92,6 @@ class CostModel:
         rows = tuple((tokens_per_s / depth,) * len(BATCHES) for depth in DEPTHS)
         return cls(num_layers, rows, **more)  # type: ignore[arg-type]
 
-    def _chunk_times(self, num_tokens: Float, num_layers: int) -> Float:
-        """Seconds of one chunk, by bilinear interpolation of measured times."""
-        depth = num_layers / self.num_layers
-        xs = np.concatenate(([0.0], np.array(self.batches, dtype=np.float64)))
-        at_depth = self._at_depth(depth)
-        ys = np.concatenate(([0.0], at_depth))
-        inside = np.interp(num_tokens, xs, ys)
-        beyond = at_depth[-1] * num_tokens / xs[-1]
-        out: Float = np.where(num_tokens > xs[-1], beyond, inside)
-        return out
-
     def _at_depth(self, depth: float) -> Float:
         """[batches] times at a depth; proportional below the first measured one."""
         if depth <= self.depths[0]:
@@ -106,24 +99,32 @@ class CostModel:
             return low
         return np.array([np.interp(depth, self.depths, column) for column in self._times.T])
 
-    def prefill_many(self, starts: NDArray[np.int64], end: int, num_layers: int) -> Float:
-        """[n] seconds of forwards over [start, end), `num_layers` deep; 0 where empty."""
-        tokens = np.maximum(end - starts, 0)
-        full, rest = np.divmod(tokens, self.chunk)
-        chunk_s = self._chunk_times(np.array([self.chunk], dtype=np.float64), num_layers)[0]
-        seconds = full * (chunk_s + self.step_s)
-        seconds = seconds + self._chunk_times(rest.astype(np.float64), num_layers)
-        seconds = seconds + np.where(rest > 0, self.step_s, 0.0)
-        if self.pair_s:
-            pairs = tokens * (starts + end + 1) / 2.0
-            seconds = seconds + pairs * (self.pair_s * num_layers / self.num_layers)
-        out: Float = np.where(tokens > 0, seconds, 0.0)
-        return out
-
     def prefill_s(self, start: int, end: int, num_layers: int | None = None) -> float:
         """Seconds of a forward over [start, end) at a depth (all layers by default)."""
+        if end <= start:
+            return 0.0
         depth = self.num_layers if num_layers is None else num_layers
-        return float(self.prefill_many(np.array([start], dtype=np.int64), end, depth)[0])
+        full, rest = divmod(end - start, self.chunk)
+        seconds = full * (self._one_chunk_s(self.chunk, depth) + self.step_s)
+        if rest:
+            seconds = seconds + self._one_chunk_s(rest, depth) + self.step_s
+        if self.pair_s:
+            pairs = (end - start) * (start + end + 1) / 2.0
+            seconds += pairs * (self.pair_s * depth / self.num_layers)
+        return seconds
+
+    def _one_chunk_s(self, num_tokens: int, num_layers: int) -> float:
+        """Seconds of one chunk by bilinear interpolation; planning asks this thousands of times."""
+        times = self._by_depth.get(num_layers)
+        if times is None:
+            measured = self._at_depth(num_layers / self.num_layers)
+            times = self._by_depth[num_layers] = [0.0, *measured.tolist()]
+        sizes = (0, *self.batches)
+        if num_tokens > sizes[-1]:
+            return times[-1] * num_tokens / sizes[-1]
+        i = max(bisect_left(sizes, num_tokens), 1)
+        slope = (times[i] - times[i - 1]) / (sizes[i] - sizes[i - 1])
+        return slope * (num_tokens - sizes[i - 1]) + times[i - 1]
 
     def load_s(self, bytes_by_tier: Mapping[Tier, float]) -> float:
         """Seconds to copy from every tier named, one after the other."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from statewise.radix.cost import CostModel
 from statewise.radix.demand import Demand
@@ -78,19 +79,23 @@ def cut(
     best: list[tuple[float, tuple[Stretch, ...]] | None] = [(0.0, ())]
     reach = max(4, MAX_JOIN // max(len(runs), 1))
     for stop in range(1, len(runs) + 1):
-        found = best[stop - 1] if not runs[stop - 1].depth else None
-        depth = 0
+        if not runs[stop - 1].depth:
+            best.append(best[stop - 1])
+            continue
+        found: tuple[float, tuple[Stretch, ...]] | None = None
+        join = _Join(ground.schema, restarts)
         for first in range(stop - 1, max(-1, stop - 1 - reach), -1):
-            depth = max(depth, runs[first].depth)
-            joined = _join(runs[first:stop], depth, ground, restarts)
+            joined = join.with_run(runs[first])
             if joined is None:
                 break
             before = best[first]
-            if before is None or not (runs[first].depth and runs[stop - 1].depth):
+            if before is None or not runs[first].depth:
                 continue
-            seconds = before[0] + cost.prefill_s(joined.start * size, joined.end * size, depth)
-            if found is None or seconds < found[0]:
-                found = (seconds, (*before[1], joined))
+            seconds = cost.prefill_s(joined.start * size, joined.end * size, joined.depth)
+            if found is not None and seconds >= found[0]:
+                break  # longer and deeper ones only cost more
+            if found is None or before[0] + seconds < found[0]:
+                found = (before[0] + seconds, (*before[1], joined))
         best.append(found)
     return best[-1]
 
@@ -121,29 +126,54 @@ def _runs(depths: list[int], ground: Ground, restarts: set[int]) -> list[_Run] |
     return runs
 
 
-def _join(runs: Sequence[_Run], depth: int, ground: Ground, restarts: set[int]) -> Stretch | None:
-    """One stretch over consecutive runs, if the same groups are unusable and nothing restarts."""
-    written = _written(ground.schema, runs[0].unusable, depth)
-    for i, run in enumerate(runs):
-        if i and run.start in restarts:
+class _Join:
+    """One stretch over consecutive runs, taken in from the last to the first."""
+
+    def __init__(self, schema: CacheSchema, restarts: set[int]) -> None:
+        self._schema, self._restarts = schema, restarts
+        self._first: _Run | None = None
+        self._end = self._depth = 0
+        self._masks: set[int] = set()  # of unusable groups
+        self._spoiled = schema.num_layers  # first good layer of a broken page past its demand
+
+    def with_run(self, run: _Run) -> Stretch | None:
+        """Take in the run before those taken so far.
+
+        None where that is no one stretch: not the same groups are written, something restarts
+        inside, or good layers of a broken page would be written over. Longer ones fail as well.
+        """
+        if self._first is None:
+            self._end = run.end
+        elif self._first.start in self._restarts:
             return None
-        if _written(ground.schema, run.unusable, depth) != written:
+        self._first = run
+        self._depth = depth = max(self._depth, run.depth)
+        self._masks.add(run.unusable)
+        self._spoiled = min(self._spoiled, _first_good(self._schema, run.unusable, run.depth))
+        if self._spoiled < depth:
             return None
-        if _spoils(ground.schema, run, depth):
+        written = {_written(self._schema, mask, depth) for mask in self._masks}
+        if len(written) > 1:
             return None
-    return Stretch(runs[0].start, runs[-1].end, depth, written)
+        return Stretch(run.start, self._end, depth, written.pop())
 
 
-def _spoils(schema: CacheSchema, run: _Run, depth: int) -> bool:
-    """Whether running deeper than demanded would write over good layers of a broken page."""
-    return any(
-        run.unusable >> g & 1 and run.depth <= layer < depth
-        for g, spec in enumerate(schema.groups)
-        if spec.kind.is_history
-        for layer in spec.layers
+@lru_cache(maxsize=4096)
+def _first_good(schema: CacheSchema, unusable: int, depth: int) -> int:
+    """First layer from `depth` on whose history would be written although nothing demands it."""
+    return min(
+        (
+            layer
+            for g, spec in enumerate(schema.groups)
+            if unusable >> g & 1 and spec.kind.is_history
+            for layer in spec.layers
+            if layer >= depth
+        ),
+        default=schema.num_layers,
     )
 
 
+@lru_cache(maxsize=4096)
 def _written(schema: CacheSchema, unusable: int, depth: int) -> int:
     """Groups that a step of this depth writes where they are unusable."""
     return sum(

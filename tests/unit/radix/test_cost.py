@@ -39,11 +39,19 @@ def test_more_tokens_or_layers_never_cost_less_whatever_was_measured(seed: int) 
     assert layers == sorted(layers)
 
 
-def test_one_start_costs_what_many_starts_say() -> None:
-    cost = CostModel.uniform(8, 100.0, step_s=0.1, chunk=64, pair_s=1e-5)
-    starts = np.arange(0, 300, 13, dtype=np.int64)
-    many = cost.prefill_many(starts, 290, 3)
-    assert many.tolist() == [cost.prefill_s(int(s), 290, 3) for s in starts]
+@pytest.mark.parametrize("seed", range(10))
+def test_between_measurements_times_are_interpolated_in_depth_and_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rates = rng.uniform(10.0, 1000.0, (4, 4))
+    cost = CostModel(40, tuple(map(tuple, rates.tolist())), chunk=3000, step_s=0.0)
+    times = np.array(cost.batches) / rates
+    times = np.maximum.accumulate(np.maximum.accumulate(times, axis=0), axis=1)
+    for tokens, depth in [(1, 3), (16, 10), (100, 17), (700, 31), (2048, 40), (2900, 25)]:
+        share = depth / 40
+        column = [np.interp(share, (0.0, *cost.depths), (0.0, *row)) for row in times.T]
+        expected = np.interp(min(tokens, 2048), (0, *cost.batches), (0.0, *column))
+        expected *= max(tokens, 2048) / 2048
+        assert cost.prefill_s(0, tokens, depth) == pytest.approx(expected)
 
 
 def test_loads_cost_latency_queue_and_bytes_per_tier_and_nothing_for_nothing() -> None:
