@@ -10,6 +10,13 @@ from statewise.radix.lease import Lease
 from statewise.radix.match import Match, Snapshot
 from statewise.radix.plan import Level, Load, Recompute, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
+from statewise.radix.policy import (
+    CheckpointPolicy,
+    EvictionPolicy,
+    Prefill,
+    checkpoint_policy,
+    eviction_policy,
+)
 from statewise.radix.results import (
     Duplicates,
     Freed,
@@ -36,11 +43,13 @@ __all__ = [
     "CacheSchema",
     "Cause",
     "ChainLayer",
+    "CheckpointPolicy",
     "Condition",
     "CostModel",
     "CostObserver",
     "Duplicates",
     "EventSink",
+    "EvictionPolicy",
     "Form",
     "FormError",
     "Freed",
@@ -51,6 +60,7 @@ __all__ = [
     "Load",
     "Match",
     "Namespace",
+    "Prefill",
     "Published",
     "RadixTree",
     "Recompute",
@@ -70,6 +80,8 @@ __all__ = [
     "ValidationEnv",
     "Verdict",
     "Written",
+    "checkpoint_policy",
+    "eviction_policy",
     "plan",
     "validate",
 ]

@@ -100,12 +100,19 @@ def _check_orders(topology: Topology, trailing: Trailing, nodes: list[Node]) -> 
             assert place[child] < place[node], "a child goes before its parent"
     ticks = [node.tick for node in topology.recency]
     assert ticks == sorted(ticks), "oldest node first"
+    bare = {node for node in place if not node.children}
+    assert set(topology.leaves) == bare, "what can be evicted and has no children is a leaf"
+    first = topology.leaves.first()
+    found = None if first is None else topology.leaves.score_of(first)
+    least = min((topology.leaves.score_of(node) for node in bare), default=None)
+    assert found == least, "the least score is first"
     live = {c for node in nodes for c in node.checkpoints.values()}
     for group, order in enumerate(trailing.checkpoints):
         expected = {c for c in live if not c.locks and _has_stake(trailing, group, c)}
         assert set(order) == expected, "unlocked checkpoints are in their groups' orders"
-        ticks = [c.tick for c in order]
-        assert ticks == sorted(ticks), "oldest checkpoint first"
+        found = trailing.least_score(group)
+        least = min((order.score_of(c) for c in order), default=None)
+        assert found == least, "the least score is first"
     for index, segments in enumerate(trailing.transient):
         have = {node.pins[index] for node in nodes if node.pins and _transient(node.pins[index])}
         assert set(segments) == have, "segments with transient pages are in the order"

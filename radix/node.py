@@ -88,7 +88,18 @@ class Checkpoint:
     to this position alone. `tail` holds the tokens past the page boundary (empty when aligned).
     """
 
-    __slots__ = ("blocks", "locks", "node", "page", "position", "reason", "tail", "tick")
+    __slots__ = (
+        "blocks",
+        "locks",
+        "node",
+        "page",
+        "position",
+        "reason",
+        "saved",
+        "tail",
+        "tick",
+        "uses",
+    )
 
     def __init__(self, node: Node, page: int, tail: bytes, position: int, reason: str) -> None:
         self.node: Node | None = node  # None once removed
@@ -99,6 +110,8 @@ class Checkpoint:
         self.blocks: tuple[StateBlock, ...] = ()
         self.locks = 0
         self.tick = 0
+        self.saved = 0  # pages since the checkpoint before it on the path
+        self.uses = 0  # leases that started from it
 
     def block_of(self, group: int) -> StateBlock | None:
         """Find the block of `group` at this position."""

@@ -3,11 +3,11 @@
 Protection. A lease locks the node that ends at its last page. `protect` of a node counts its own
 locks and its protected children, so the path of a lease is protected without visiting what another
 lease protects already. A node with `protect == 0` is in `recency`; since a path is unprotected
-from below upwards, a node always enters `recency` after its children: the oldest entry is a leaf,
-and eviction never looks for one.
+from below upwards, a node always enters `recency` after its children. Those of them without
+children are in `leaves` as well, by the policy's score: eviction never looks for its victim.
 
     lock(C):   root 1 <- A 1 <- B 1 <- C 1          recency: (others)
-    unlock(C): C, B, A enter recency in this order
+    unlock(C): C, B, A enter recency in this order; C enters leaves, A and B when they are bare
 
 This module does not know what trailing state is worth (`Trailing` does) or what a request does.
 """
@@ -22,6 +22,7 @@ import numpy as np
 from statewise.radix.key import TOKEN_BYTES, Namespace, TokenKey, common_tokens
 from statewise.radix.match import Match, Snapshot
 from statewise.radix.node import Checkpoint, Condemned, Node
+from statewise.radix.order import ScoreOrder
 from statewise.radix.results import FreedBuilder, SlowBlock
 from statewise.radix.schema import CacheSchema
 from statewise.radix.segment import (
@@ -57,7 +58,9 @@ class Topology:
         self.max_pages = max(1, MAX_NODE_TOKENS // size)
         self.roots: dict[bytes, Node] = {}
         self.namespaces: dict[bytes, Namespace] = {}
+        self.policy = trailing.policy
         self.recency: OrderedDict[Node, None] = OrderedDict()
+        self.leaves: ScoreOrder[Node] = ScoreOrder()
         self.version = 0  # moves whenever something leaves the tree
         groups = schema.groups
         self.history = tuple(g for g, s in enumerate(groups) if s.kind.is_history)
@@ -263,6 +266,9 @@ class Topology:
     def lock(self, node: Node) -> None:
         """Add a lease at `node`."""
         node.locks += 1
+        if not node.protect and node.hits and node.parent is not None:
+            self.policy.note_gap(self.trailing.tick - node.tick)
+        self.leaves.discard(node)
         at: Node | None = node
         while at is not None:
             at.protect += 1
@@ -291,6 +297,8 @@ class Topology:
             if parent is not None:
                 at.tick = self.trailing.next_tick()
                 self.recency[at] = None
+                if not at.children:
+                    self.leaves.put(at, self.policy.node_score(at))
                 for group in self.history:
                     self.evictable[group] += at.segments[group].num_present
             self.prune(at)
@@ -328,6 +336,9 @@ class Topology:
         assert parent is not None, "a root is forgotten, not unlinked"
         del parent.children[node.key[: self.page_bytes]]
         del self.recency[node]
+        self.leaves.discard(node)
+        if not parent.children and parent in self.recency:
+            self.leaves.put(parent, self.policy.node_score(parent))
         self.version += 1
 
     def take_tail(self, node: Node, page: int, freed: FreedBuilder) -> None:
@@ -356,9 +367,10 @@ class Topology:
             if parent is not None:
                 self.prune(parent)
 
-    def take_oldest(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
-        """Free up to `num_blocks` of a history group from the tail of the oldest leaf."""
-        node = next(iter(self.recency))
+    def take_first(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
+        """Free up to `num_blocks` of a paged group from the tail of the leaf that goes first."""
+        node = self.leaves.first()
+        assert node is not None, "asked of a tree that has a leaf to take"
         segment = node.segments[group]
         if segment.num_present <= num_blocks:
             self.take_tail(node, node.start, freed)

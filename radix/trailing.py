@@ -3,7 +3,7 @@
     window pages of one node    . . T T L L L K K T      L locked: a lease may still read it
                                                           K kept: part of a checkpoint
                                                           T transient: neither; evicted first
-    then checkpoints, least recently used first, each as a whole: its snapshots, its partly filled
+    then checkpoints, in the policy's order, each as a whole: its snapshots, its partly filled
     pages, and those of its window pages that nothing else needs.
 
 Counts per page change only on the pages touched; totals follow by differences, and `audit`
@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 from statewise.radix.need import sink_pages, trailing_pages
 from statewise.radix.node import Checkpoint, Intp, Node, StateBlock, WindowPins
+from statewise.radix.order import ScoreOrder
+from statewise.radix.policy import EvictionPolicy
 from statewise.radix.results import FreedBuilder
 from statewise.radix.schema import CacheSchema
 from statewise.radix.segment import BLOCK
@@ -29,17 +31,16 @@ Ranges = tuple[tuple[int, int], ...]
 class Trailing:
     """Windows and checkpoints of one tree."""
 
-    def __init__(self, schema: CacheSchema) -> None:
+    def __init__(self, schema: CacheSchema, policy: EvictionPolicy) -> None:
         groups = schema.groups
         self.schema = schema
+        self.policy = policy
         self.evictable = [0] * len(groups)  # device blocks that eviction could free, per group
         self.windows = tuple(g for g, s in enumerate(groups) if s.kind.is_window)
         self.transient: tuple[OrderedDict[WindowPins, None], ...] = tuple(
             OrderedDict() for _ in self.windows
         )
-        self.checkpoints: tuple[OrderedDict[Checkpoint, None], ...] = tuple(
-            OrderedDict() for _ in groups
-        )
+        self.checkpoints: tuple[ScoreOrder[Checkpoint], ...] = tuple(ScoreOrder() for _ in groups)
         self.tick = 0
         self.on_emptied: Callable[[Node], None] = lambda node: None
 
@@ -170,15 +171,42 @@ class Trailing:
             self.touch(found)
             return found
         made = Checkpoint(node, page, tail, position, reason)
+        made.saved = page - self._previous(node, page)
         node.checkpoints[page, tail] = made
         made.tick = self.next_tick()
-        for index, group in enumerate(self.windows):
-            ranges = self.window_ranges(index, position, page)
-            for start, stop in ranges:
+        for index in range(len(self.windows)):
+            for start, stop in self.window_ranges(index, position, page):
                 self._keep(node, index, start, stop, +1)
-            if any(start < stop for start, stop in ranges):
-                self.checkpoints[group][made] = None
+        self._rank(made)
         return made
+
+    @staticmethod
+    def _previous(node: Node, page: int) -> int:
+        """Page of the deepest checkpoint above boundary `page`, 0 without one."""
+        at: Node | None = node
+        while at is not None:
+            above = [place[0] for place in at.checkpoints if place[0] < page]
+            if above:
+                return max(above)
+            at = at.parent
+        return 0
+
+    def num_blocks(self, checkpoint: Checkpoint, group: int) -> int:
+        """Blocks of `group` that the checkpoint holds: its own, and window pages it keeps."""
+        count = checkpoint.block_of(group) is not None
+        if group in self.windows:
+            index = self.windows.index(group)
+            ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
+            return count + sum(stop - start for start, stop in ranges)
+        return int(count)
+
+    def _rank(self, checkpoint: Checkpoint) -> None:
+        """Put an unlocked checkpoint in its place in the order of every group it holds state of."""
+        for group in {*self.windows, *(held.group for held in checkpoint.blocks)}:
+            num_blocks = self.num_blocks(checkpoint, group)
+            if num_blocks:
+                score = self.policy.checkpoint_score(checkpoint, num_blocks)
+                self.checkpoints[group].put(checkpoint, score)
 
     def add_block(self, checkpoint: Checkpoint, held: StateBlock) -> bool:
         """Give the checkpoint a block; False if it has one for this group already."""
@@ -187,7 +215,7 @@ class Trailing:
         checkpoint.blocks = (*checkpoint.blocks, held)
         if not checkpoint.locks:
             self.evictable[held.group] += 1
-            self.checkpoints[held.group][checkpoint] = None
+            self._rank(checkpoint)
         return True
 
     def take_block(self, checkpoint: Checkpoint, group: int) -> int | None:
@@ -198,48 +226,36 @@ class Trailing:
         checkpoint.blocks = tuple(b for b in checkpoint.blocks if b.group != group)
         if not checkpoint.locks:
             self.evictable[group] -= 1
-        if not self._keeps_pages(checkpoint, group):
-            self.checkpoints[group].pop(checkpoint, None)
+        if not self.num_blocks(checkpoint, group):
+            self.checkpoints[group].discard(checkpoint)
         return held.block
-
-    def _keeps_pages(self, checkpoint: Checkpoint, group: int) -> bool:
-        """Whether the checkpoint keeps window pages of `group`."""
-        if group not in self.windows:
-            return False
-        index = self.windows.index(group)
-        ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
-        return any(start < stop for start, stop in ranges)
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """Make it the most recently used."""
         checkpoint.tick = self.next_tick()
-        for order in self.checkpoints:
-            if checkpoint in order:
-                order.move_to_end(checkpoint)
+        if not checkpoint.locks:
+            self._rank(checkpoint)
 
     def lock_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Take it out of the eviction order: a lease starts from it."""
         checkpoint.locks += 1
+        checkpoint.uses += 1
         if checkpoint.locks > 1:
             return
         for order in self.checkpoints:
-            order.pop(checkpoint, None)
+            order.discard(checkpoint)
         for held in checkpoint.blocks:
             self.evictable[held.group] -= 1
 
     def unlock_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Back into the eviction order as the newest."""
+        """Back into the eviction order, used just now."""
         checkpoint.locks -= 1
         if checkpoint.locks or checkpoint.node is None:
             return
         checkpoint.tick = self.next_tick()
-        for index, group in enumerate(self.windows):
-            ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
-            if any(start < stop for start, stop in ranges):
-                self.checkpoints[group][checkpoint] = None
         for held in checkpoint.blocks:
             self.evictable[held.group] += 1
-            self.checkpoints[held.group][checkpoint] = None
+        self._rank(checkpoint)
 
     def remove_checkpoint(self, checkpoint: Checkpoint, freed: FreedBuilder) -> None:
         """Forget an unlocked checkpoint: its blocks are freed, its pages kept no longer."""
@@ -249,7 +265,7 @@ class Trailing:
         del node.checkpoints[checkpoint.page, checkpoint.tail]
         checkpoint.node = None
         for order in self.checkpoints:
-            order.pop(checkpoint, None)
+            order.discard(checkpoint)
         for held in checkpoint.blocks:
             self.evictable[held.group] -= 1
             freed.add_one(held.group, held.block)
@@ -271,7 +287,7 @@ class Trailing:
         self._shift(self.windows.index(group), pins, -len(pages))
 
     def evict_window(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
-        """Free window pages: transient ones, then those of the least recently used checkpoint."""
+        """Free window pages: transient ones, then those of the checkpoints that go first."""
         order = self.transient[self.windows.index(group)]
         retained = self.checkpoints[group]
         while freed.counts[group] < num_blocks:
@@ -281,25 +297,26 @@ class Trailing:
                 self.take_pages(pins, pages, freed)
                 self.on_emptied(pins.node)
             elif retained:
-                self._remove_oldest(group, freed)
+                self._remove_first(group, freed)
             else:
                 return
 
     def evict_snapshots(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
-        """Free snapshots of the least recently used checkpoints."""
+        """Free snapshots of the checkpoints that go first."""
         order = self.checkpoints[group]
         while freed.counts[group] < num_blocks and order:
-            self._remove_oldest(group, freed)
+            self._remove_first(group, freed)
 
-    def _remove_oldest(self, group: int, freed: FreedBuilder) -> None:
-        checkpoint = next(iter(self.checkpoints[group]))
+    def _remove_first(self, group: int, freed: FreedBuilder) -> None:
+        checkpoint = self.checkpoints[group].first()
+        assert checkpoint is not None, "asked of an order that holds something"
         node = checkpoint.node
         assert node is not None, "the order holds live checkpoints"
         self.remove_checkpoint(checkpoint, freed)
         self.on_emptied(node)
 
-    def oldest_tick(self, group: int) -> int | None:
-        """Last use of the checkpoint that would go next, None without one."""
-        for checkpoint in self.checkpoints[group]:
-            return checkpoint.tick
-        return None
+    def least_score(self, group: int) -> float | None:
+        """Score of the checkpoint that would go next, None without one."""
+        order = self.checkpoints[group]
+        first = order.first()
+        return None if first is None else order.score_of(first)

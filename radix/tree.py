@@ -31,6 +31,7 @@ from statewise.radix.lease import Lease, Pinned, minus, ranges_of
 from statewise.radix.match import Match
 from statewise.radix.need import needs_snapshot, protected_pages
 from statewise.radix.node import Checkpoint, Node, StateBlock
+from statewise.radix.policy import EvictionPolicy, ValuePolicy
 from statewise.radix.publication import Publisher
 from statewise.radix.results import (
     Freed,
@@ -55,13 +56,16 @@ class RadixTree:
         schema: CacheSchema,
         stamps: Sequence[int] | None = None,
         events: EventSink | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
+        """`policy` decides what goes first; None: the default one."""
         self.schema = schema
+        self.policy = policy or ValuePolicy()
         self.ledger = Ledger(schema, events)  # changes of form, counted
         self.stamps = tuple(stamps) if stamps is not None else (0,) * schema.num_groups
         if len(self.stamps) != schema.num_groups:
             raise ValueError(f"{len(self.stamps)} stamps for {schema.num_groups} groups")
-        self.trailing = Trailing(schema)
+        self.trailing = Trailing(schema, self.policy)
         self.topology = Topology(schema, self.trailing, self.stamps)
         self.trailing.on_emptied = self.topology.prune
         self._publisher = Publisher(self.topology, self.trailing, self.ledger)
@@ -396,15 +400,17 @@ class RadixTree:
     def evict(self, group: int, num_blocks: int) -> Freed:
         """Free at least `num_blocks` device blocks of `group`, or as many as are evictable.
 
-        History goes from the tails of the least recently used leaves, with everything that stands
-        on it; windows and snapshots go without their history. The result names what every group
-        lost. Leased state is never touched.
+        History goes from the tails of the leaves that the policy names first, with everything that
+        stands on it; windows and snapshots go without their history. The result names what every
+        group lost. Leased state is never touched.
         """
         freed = FreedBuilder(self.schema.num_groups)
         kind = self.schema.groups[group].kind
         if kind.is_history:
             self._evict_history(group, num_blocks, freed)
         elif kind.is_window:
+            if self.policy.whole_leaves:
+                self._evict_leaves(group, num_blocks, freed)
             self.trailing.evict_window(group, num_blocks, freed)
         else:
             self.trailing.evict_snapshots(group, num_blocks, freed)
@@ -416,14 +422,19 @@ class RadixTree:
     def _evict_history(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
         top = self.topology
         while freed.counts[group] < num_blocks:
-            terminal = self.trailing.oldest_tick(group)
-            oldest = next(iter(top.recency), None)
-            if terminal is not None and (oldest is None or terminal <= oldest.tick):
+            terminal = self.trailing.least_score(group)
+            leaf = top.leaves.first()
+            if terminal is not None and (leaf is None or terminal <= top.leaves.score_of(leaf)):
                 self.trailing.evict_snapshots(group, freed.counts[group] + 1, freed)
-            elif oldest is not None:
-                top.take_oldest(group, num_blocks - freed.counts[group], freed)
+            elif leaf is not None:
+                top.take_first(group, num_blocks - freed.counts[group], freed)
             else:
                 return
+
+    def _evict_leaves(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
+        """Take whole leaves until enough of `group` is free."""
+        while freed.counts[group] < num_blocks and self.topology.leaves:
+            self.topology.take_first(group, num_blocks - freed.counts[group], freed)
 
     def drop(self, match: Match, group: int, places: Iterable[int]) -> Freed:
         """Forget state that failed validation; nobody finds it from now on.

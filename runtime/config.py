@@ -115,6 +115,28 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     watermark: Annotated[
         float, _share("memory", "share of each pool that admission keeps free")
     ] = 0.02
+    eviction_policy: Annotated[
+        str,
+        _help(
+            "memory",
+            "what leaves a full cache first: least recompute saved per byte | least recently used, "
+            "per group | the same, all groups of a leaf together",
+            "value",
+            "recency",
+            "lru",
+        ),
+    ] = "value"
+    checkpoint_policy: Annotated[
+        str,
+        _help(
+            "memory",
+            "where trailing state is kept beside marks and request ends: branch points and every "
+            "checkpoint interval | branch points | nowhere",
+            "spaced",
+            "branches",
+            "ends",
+        ),
+    ] = "spaced"
     disable_radix_cache: Annotated[bool, _help("memory", "never reuse cached state")] = False
     checkpoint_interval: Annotated[
         int, _count("memory", "tokens between kept trailing states on long prefills", 1)

@@ -28,6 +28,7 @@ from statewise.radix import (
     StaleMatchError,
     TokenKey,
     Written,
+    eviction_policy,
 )
 from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.need import first_token
@@ -94,7 +95,7 @@ NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)
 class PrefixCache:
     """Owns the tree and the device pools of one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (settings, each named)
         self,
         schema: CacheSchema,
         num_blocks: tuple[int, ...],
@@ -104,12 +105,16 @@ class PrefixCache:
         audit_rate: float = 0.0,
         digest: Digest | None = None,
         events: EventLog | None = None,
+        policy: str = "value",
     ) -> None:
-        """`audit_rate` is the share of pages whose bytes are compared, by `digest`, at use."""
+        """`audit_rate` is the share of pages whose bytes are compared, by `digest`, at use.
+
+        `policy` names the order of eviction; ValueError where there is none of this name.
+        """
         self.events = events or EventLog()
         self.schema = schema
         self.enabled = enabled
-        self.tree = RadixTree(schema, events=self.events)
+        self.tree = RadixTree(schema, events=self.events, policy=eviction_policy(policy))
         self.pools = tuple(
             BlockPool(group.name, count)
             for group, count in zip(schema.groups, num_blocks, strict=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix import checkpoint_policy
 from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
@@ -112,6 +113,7 @@ class EngineCore:
             audit_rate=args.audit_rate,
             digest=worker.checksums,
             events=self.events,
+            policy=args.eviction_policy,
         )
         self._recoveries = Recoveries(self.counters, self.events)
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)
@@ -127,7 +129,7 @@ class EngineCore:
             deterministic=args.deterministic,
             eos_ids=limits.eos_token_ids,
             num_layers=schema.num_layers,
-            checkpoint_interval=args.checkpoint_interval,
+            checkpoints=checkpoint_policy(args.checkpoint_policy, args.checkpoint_interval),
         )
         self.scheduler = Scheduler(config, schema, self.cache, admission)
         self._requests: dict[str, Request] = {}

@@ -16,10 +16,9 @@ This module does not touch tensors, sockets or clocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from statewise.radix import StaleMatchError
+from statewise.radix import CheckpointPolicy, Prefill, StaleMatchError
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
 from statewise.runtime.counters import Labelled
@@ -47,7 +46,7 @@ class SchedulerConfig:
     deterministic: bool
     eos_ids: frozenset[int]
     num_layers: int
-    checkpoint_interval: int  # tokens
+    checkpoints: CheckpointPolicy
 
 
 class Scheduler:
@@ -385,14 +384,13 @@ class Scheduler:
     def _mark_checkpoints(self, request: Request, branch_position: int) -> None:
         """Positions at which the trailing state will be kept once computed."""
         page = self.schema.page_size
-        every = self.config.checkpoint_interval
-        marks: Iterable[int] = range(every, request.num_tokens, every) if every else ()
-        request.checkpoints.update(m - m % page for m in marks)
-        if branch_position > request.num_computed:
-            request.checkpoints.add(branch_position)
+        marks: tuple[int, ...] = ()
         if request.message.cache.checkpoint or self.cache.has_snapshots:
             last = request.prompt_len - (0 if request.message.cache.checkpoint else 1)
-            request.checkpoints.add(last - last % page)
+            marks = (last - last % page,)
+        prefill = Prefill(request.num_computed, request.num_tokens, branch_position, marks)
+        wanted = self.config.checkpoints.positions(prefill)
+        request.checkpoints.update(p - p % page for p in wanted)
         unit = self.config.token_budget if self.config.deterministic else 1  # chunks stay whole
         request.checkpoints = {
             c for c in request.checkpoints if c > request.num_computed and c % unit == 0

@@ -21,10 +21,11 @@ class TreeMachine(RuleBasedStateMachine):
     """Requests that share prefixes come, compute, publish, keep, finish; others evict and drop."""
 
     schema_name = "full"
+    policy = "value"
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(SCHEMAS[self.schema_name])
+        self.harness = Harness(SCHEMAS[self.schema_name], self.policy)
 
     def pick(self, data: st.DataObject) -> Request:
         return data.draw(st.sampled_from(self.harness.requests))
@@ -119,4 +120,12 @@ def test_tree_equals_dictionaries(schema_name: str) -> None:
     machine = type("Machine", (TreeMachine,), {"schema_name": schema_name})
     run = settings(max_examples=20, stateful_step_count=30, deadline=None)
     machine.TestCase.settings = run
+    machine.TestCase().runTest()
+
+
+@pytest.mark.parametrize("policy", ["recency", "lru"])
+def test_no_policy_loses_or_keeps_what_it_must_not(policy: str) -> None:
+    parts = {"schema_name": "full_window", "policy": policy}
+    machine = type("Machine", (TreeMachine,), parts)
+    machine.TestCase.settings = settings(max_examples=8, stateful_step_count=30, deadline=None)
     machine.TestCase().runTest()

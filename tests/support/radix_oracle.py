@@ -22,6 +22,7 @@ from statewise.radix import (
     StateGroupSpec,
     TokenKey,
     Written,
+    eviction_policy,
 )
 
 CAPACITY = 1 << 12  # blocks of a pool
@@ -140,9 +141,9 @@ class Request:
 class Harness:
     """The tree, its pools, live requests, and the dictionaries that say what must be found."""
 
-    def __init__(self, schema: CacheSchema) -> None:
+    def __init__(self, schema: CacheSchema, policy: str = "value") -> None:
         self.schema = schema
-        self.tree = RadixTree(schema)
+        self.tree = RadixTree(schema, policy=eviction_policy(policy))
         self.pools = [Pool() for _ in schema.groups]
         self.held: list[dict[Place, int]] = [{} for _ in schema.groups]
         self.condemned: list[set[int]] = [set() for _ in schema.groups]

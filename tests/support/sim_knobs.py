@@ -79,6 +79,8 @@ def draw_knobs(rng: random.Random) -> Knobs:
         "deterministic": rng.random() < 0.15,
         "watermark": rng.choice([0.0, 0.02, 0.2]),
         "audit_rate": 1.0 if "bit_flips" in operations or rng.random() < 0.1 else 0.0,
+        "eviction_policy": rng.choice(["value", "value", "recency", "lru"]),
+        "checkpoint_policy": rng.choice(["spaced", "spaced", "branches", "ends"]),
     }
     return Knobs(
         schema=schema,

@@ -1,0 +1,59 @@
+"""The order of eviction against a sorted dictionary, and that it holds on to nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from statewise.radix.order import SLACK, ScoreOrder
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_is_the_least_whatever_was_put_and_taken(seed: int) -> None:
+    rng = random.Random(seed)
+    order: ScoreOrder[str] = ScoreOrder()
+    known: dict[str, float] = {}
+    for _ in range(800):
+        item = f"item {rng.randrange(40)}"
+        if rng.random() < 0.6:
+            known[item] = float(rng.randrange(30))
+            order.put(item, known[item])
+        else:
+            order.discard(item)
+            known.pop(item, None)
+        assert len(order) == len(known)
+        assert set(order) == set(known)
+        first = order.first()
+        if not known:
+            assert first is None
+        else:
+            assert first is not None
+            assert known[first] == order.score_of(first) == min(known.values())
+        assert (item in order) == (item in known)
+
+
+def test_equal_scores_leave_in_the_order_of_arrival() -> None:
+    order: ScoreOrder[int] = ScoreOrder()
+    for item in (5, 3, 9, 1):
+        order.put(item, 1.0)
+    left = []
+    while (first := order.first()) is not None:
+        left.append(first)
+        order.discard(first)
+    assert left == [5, 3, 9, 1]
+
+
+def test_what_was_taken_out_is_not_held() -> None:
+    """Dead entries never outnumber the living by more than the slack, so objects are let go."""
+    order: ScoreOrder[int] = ScoreOrder()
+    for item in range(3000):
+        order.put(item, float(-item))
+        order.put(item, float(item))
+        if item % 3:
+            order.discard(item)
+    assert len(order._heap) <= 2 * len(order) + SLACK
+    for item in range(3000):
+        order.discard(item)
+    assert not order
+    assert len(order._heap) <= SLACK
