@@ -13,9 +13,9 @@ closed under prefixes, and each of its page hits is a hit of a whole prefix. Hen
 with equality possible for a schema of history alone. For a schema with trailing state the bound is
 not tight: nobody can have windows for nothing.
 
-A prompt's last token is always computed, so a hit of all of a prompt's blocks saves a page less. The
-bound ignores that too (blocks would no longer be worth the same); it is at most what the endless
-cache hits. It takes requests one after the other, as the replay does.
+A prompt's last token is always computed, so a hit of all of a prompt's blocks saves a page less.
+The bound ignores that too (blocks would no longer be worth the same). It takes requests one after
+the other, as the replay does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _prefix(request: TraceRequest, cached: set[int] | dict[int, int]) -> int:
 
 
 def best_hits(trace: Sequence[TraceRequest], capacity: int) -> list[int]:
-    """[len(trace)] tokens hit so far by MIN with room for `capacity` blocks, as if all were equal."""
+    """[len(trace)] tokens hit so far by MIN with room for `capacity` blocks of equal worth."""
     uses = _next_uses(trace)
     cached: dict[int, int] = {}  # block -> request of its next use
     heap: list[tuple[int, int, int]] = []  # (-next use, -depth, block), stale ones included

@@ -1,4 +1,4 @@
-"""Trace replay: the bound against exhaustive search, the file format's errors, figures, the plot."""
+"""Trace replay: the bound against exhaustive search, malformed files, figures, the plot."""
 
 from __future__ import annotations
 
