@@ -20,6 +20,17 @@ from pathlib import Path
 
 from statewise import __version__
 
+TINY_SIZES = {
+    "layers": "number of layers",
+    "hidden": "numbers in a token's hidden state",
+    "intermediate": "numbers inside an MLP",
+    "heads": "query heads",
+    "kv_heads": "heads of keys and values, where the architecture has them",
+    "head_dim": "numbers in a head",
+    "window": "sliding window in tokens, where the architecture has one",
+    "context": "longest context in tokens",
+}
+
 
 def serve(argv: Sequence[str]) -> int:
     """Start a server; its arguments are those of `statewise serve --help`."""
@@ -30,7 +41,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def make_tiny_model(argv: Sequence[str]) -> int:
     """Write a tiny random checkpoint."""
-    from statewise.runtime.models.tiny import RECIPES
+    from statewise.runtime.models.tiny import RECIPES, TinySize
     from statewise.runtime.models.tiny import make_tiny_model as make
 
     parser = argparse.ArgumentParser(
@@ -39,9 +50,23 @@ def make_tiny_model(argv: Sequence[str]) -> int:
     parser.add_argument("arch", choices=sorted(RECIPES), help="architecture")
     parser.add_argument("directory", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    for option, meaning in TINY_SIZES.items():
+        default = getattr(TinySize(), option)
+        flag = f"--{option.replace('_', '-')}"
+        parser.add_argument(
+            flag, type=_positive, default=default, help=f"{meaning} (default: {default})"
+        )
     args = parser.parse_args(list(argv))
-    print(make(args.arch, args.directory, seed=args.seed))
+    size = TinySize(**{option: getattr(args, option) for option in TINY_SIZES})
+    print(make(args.arch, args.directory, size=size, seed=args.seed))
     return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
 
 
 def rpc_keys(argv: Sequence[str]) -> int:

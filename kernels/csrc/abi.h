@@ -174,9 +174,12 @@ struct SelectParams {
   int32_t kv_dtype;
 };
 
-// Scores of one query for entries [first, last) go to scores[at ...].
+constexpr int64_t kScoreQueries = 4;  // queries of one item of scoring
+
+// Scores of a row's `count` queries from `token` (at `position`) on for entries [first, last).
+// Score s of the first query goes to scores[at + s]; as many as it sees, then the next query's.
 struct ScoreItem {
-  int64_t token, row, position;
+  int64_t token, row, position, count;
   int64_t first, last;
   int64_t at;
 };

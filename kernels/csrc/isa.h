@@ -22,7 +22,9 @@ struct Kernels {
   void (*digests)(const DigestParams&);
   int64_t (*sparse_scratch_floats)(int64_t dim);  // per thread
   int (*sparse_attend)(const SparseParams&, float* scratch);
-  int (*score_entries)(const SelectParams&, const ScoreItem*, int64_t num_items, float* scores);
+  int64_t (*score_scratch_floats)(int64_t num_heads, int64_t dim);  // per thread
+  int (*score_entries)(const SelectParams&, const ScoreItem*, int64_t num_items, float* scores,
+                       float* scratch);
   int (*pool_windows)(const WindowsParams&);
   int64_t (*delta_scratch_floats)(int64_t key_dim);  // per thread
   int (*delta_rule)(const DeltaParams&, float* scratch);

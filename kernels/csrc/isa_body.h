@@ -44,9 +44,9 @@ const Kernels* kernels() {
       attend,         append,                rms_norm,
       rope,           gated_act,             linear_workspace_bytes,
       linear,         digests,               sparse_scratch_floats,
-      sparse_attend,  score_entries,         pool_windows,
-      delta_scratch_floats, delta_rule,      causal_conv,
-      sinkhorn,
+      sparse_attend,  score_scratch_floats,  score_entries,
+      pool_windows,   delta_scratch_floats,  delta_rule,
+      causal_conv,    sinkhorn,
   };
   return &table;
 }

@@ -4,7 +4,7 @@
 // ascending order. The list and so the arithmetic depend on the query alone, not on the rest of the
 // step. An item is one query and up to kHeadGroup heads; keys are taken in blocks of kKeyBlock.
 //
-// The scoring of index keys is divided into runs of queries and keys that fit the workspace; the
+// The scoring of index keys is divided into items of a few queries and a run of keys; the
 // choice of the best is made outside (top.cpp), where library functions may be called.
 
 constexpr int kHeadGroup = 16;
@@ -238,60 +238,131 @@ inline int sparse_attend(const SparseParams& p, float* scratch) {
 }
 
 // ---- scores of index keys -----------------------------------------------------------------------
+//
+// A block of keys is turned once, so that a lane holds a key; every head of the item's queries is
+// then multiplied with it. What is summed for a pair of query and key, and in which order, depends
+// on the two alone.
 
-// scores[s - first] = sum over heads of weight * relu(q . key s), for s in [first, last).
-template <typename Q, typename KV>
-void index_scores(const SelectParams& p, const QueryPlace& at, int64_t first, int64_t last,
-                  float* scores) {
-  const EntryReader<KV> reader(p.entries, at.row);
-  const int64_t dim = p.entries.dim;
-  const typename Q::T* q = static_cast<const typename Q::T*>(p.q) + at.token * p.q_stride;
-  const float* weights = p.weights + at.token * p.num_heads;
-  for (int64_t s0 = first; s0 < last; s0 += 4) {
-    const typename KV::T* keys[4];
-    for (int i = 0; i < 4; ++i) keys[i] = reader.at(least(s0 + i, last - 1));
-    float total[4] = {};
-    for (int64_t h = 0; h < p.num_heads; ++h) {
-      vf acc[4] = {};
-      for (int64_t d = 0; d < dim; d += W) {
-        const vf x = load_of<Q>(q + h * dim, d, dim);
-        for (int i = 0; i < 4; ++i) acc[i] += x * load_of<KV>(keys[i], d, dim);
-      }
-      for (int i = 0; i < 4; ++i) {
-        const float dot = sum_of(acc[i]);
-        total[i] += dot > 0.0f ? weights[h] * dot : 0.0f;
-      }
+constexpr int kLanes = 2;                     // vectors of keys in a block
+constexpr int kKeysAtOnce = kLanes * W;       // keys in a block
+constexpr int kHeadsAtOnce = W == 16 ? 8 : 4;  // as many sums as there are registers for
+
+inline int64_t score_scratch_floats(int64_t heads, int64_t dim) {
+  return pitch_of(dim) * (kKeysAtOnce + kScoreQueries * heads);
+}
+
+// turned[d * kKeysAtOnce + i] = key[s + i][d]; keys from `last` on are copies of the one before.
+template <typename KV>
+inline void turn_keys(const EntryReader<KV>& reader, int64_t s, int64_t last, float* turned) {
+  const int64_t dim = reader.g.dim;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const typename KV::T* keys[W];
+    for (int i = 0; i < W; ++i) keys[i] = reader.at(least<int64_t>(s + lane * W + i, last - 1));
+    for (int64_t d = 0; d < dim; d += W) {
+      vf x[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) x[i] = load_of<KV>(keys[i], d, dim);
+      turn<kFolds>(x);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) storef(turned + (d + i) * kKeysAtOnce + lane * W, x[i]);
     }
-    for (int i = 0; i < 4 && s0 + i < last; ++i) scores[s0 + i - first] = total[i];
+  }
+}
+
+// total += weight * relu(q . key) over R heads; q [R, pitch], a lane for each key.
+template <int R>
+inline void add_heads(const float* q, const float* weights, const float* turned, int64_t dim,
+                      vf total[kLanes]) {
+  const int64_t pitch = pitch_of(dim);
+  vf acc[R][kLanes] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    vf x[kLanes];
+#pragma GCC unroll 2
+    for (int c = 0; c < kLanes; ++c) x[c] = loadf(turned + d * kKeysAtOnce + c * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kLanes; ++c) acc[r][c] += x[c] * q[r * pitch + d];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < kLanes; ++c) total[c] += max_of(acc[r][c], vf{}) * weights[r];
+  }
+}
+
+// Scores of one query for the turned keys, `count` of which it sees.
+inline void score_keys(const SelectParams& p, const float* q, const float* weights,
+                       const float* turned, int64_t count, float* scores) {
+  const int64_t dim = p.entries.dim, pitch = pitch_of(dim);
+  vf total[kLanes] = {};
+  int64_t h = 0;
+  for (; h + kHeadsAtOnce <= p.num_heads; h += kHeadsAtOnce) {
+    add_heads<kHeadsAtOnce>(q + h * pitch, weights + h, turned, dim, total);
+  }
+  for (; h < p.num_heads; ++h) add_heads<1>(q + h * pitch, weights + h, turned, dim, total);
+  for (int c = 0; c < kLanes && c * W < count; ++c) {
+    store_of<F32>(scores, c * W, count, total[c]);
+  }
+}
+
+// Scores of an item's queries, each for those keys in [first, last) that it sees.
+template <typename Q, typename KV>
+void index_scores(const SelectParams& p, const ScoreItem& item, float* scores, float* scratch) {
+  const EntryReader<KV> reader(p.entries, item.row);
+  const int64_t dim = p.entries.dim, pitch = pitch_of(dim), heads = p.num_heads;
+  float* turned = scratch;
+  float* queries = turned + kKeysAtOnce * pitch;  // [count, heads, pitch]
+  for (int64_t t = 0; t < item.count; ++t) {
+    const auto* q = static_cast<const typename Q::T*>(p.q) + (item.token + t) * p.q_stride;
+    for (int64_t h = 0; h < heads; ++h) {
+      float* out = queries + (t * heads + h) * pitch;
+      for (int64_t d = 0; d < dim; d += W) storef(out + d, load_of<Q>(q + h * dim, d, dim));
+    }
+  }
+  for (int64_t s = item.first; s < item.last; s += kKeysAtOnce) {
+    turn_keys(reader, s, item.last, turned);
+    float* row = scores + item.at;
+    for (int64_t t = 0; t < item.count; ++t) {
+      const int64_t visible = (item.position + t + 1) / p.entries.ratio;
+      const int64_t count = least<int64_t>(least(visible, item.last) - s, kKeysAtOnce);
+      if (count > 0) {
+        score_keys(p, queries + t * heads * pitch, p.weights + (item.token + t) * heads, turned,
+                   count, row + s);
+      }
+      row += visible;
+    }
   }
 }
 
 template <typename Q, typename KV>
-int index_all(const SelectParams& p, const ScoreItem* items, int64_t num_items, float* scores) {
-  parallel_for(num_items, [&](int64_t i, int) {
-    const ScoreItem& item = items[i];
-    const QueryPlace at = {item.token, item.row, item.position};
-    index_scores<Q, KV>(p, at, item.first, item.last, scores + item.at);
+int index_all(const SelectParams& p, const ScoreItem* items, int64_t num_items, float* scores,
+              float* scratch) {
+  const int64_t floats = score_scratch_floats(p.num_heads, p.entries.dim);
+  parallel_for(num_items, [&](int64_t i, int thread) {
+    index_scores<Q, KV>(p, items[i], scores, scratch + thread * floats);
   });
   return kOk;
 }
 
 template <typename Q>
-int index_kv(const SelectParams& p, const ScoreItem* items, int64_t num_items, float* scores) {
+int index_kv(const SelectParams& p, const ScoreItem* items, int64_t num_items, float* scores,
+             float* scratch) {
   switch (p.kv_dtype) {
-    case kF32: return index_all<Q, F32>(p, items, num_items, scores);
-    case kBF16: return index_all<Q, BF16>(p, items, num_items, scores);
-    case kF16: return index_all<Q, F16>(p, items, num_items, scores);
+    case kF32: return index_all<Q, F32>(p, items, num_items, scores, scratch);
+    case kBF16: return index_all<Q, BF16>(p, items, num_items, scores, scratch);
+    case kF16: return index_all<Q, F16>(p, items, num_items, scores, scratch);
     default: return kUnsupported;
   }
 }
 
 inline int score_entries(const SelectParams& p, const ScoreItem* items, int64_t num_items,
-                         float* scores) {
+                         float* scores, float* scratch) {
   switch (p.q_dtype) {
-    case kF32: return index_kv<F32>(p, items, num_items, scores);
-    case kBF16: return index_kv<BF16>(p, items, num_items, scores);
-    case kF16: return index_kv<F16>(p, items, num_items, scores);
+    case kF32: return index_kv<F32>(p, items, num_items, scores, scratch);
+    case kBF16: return index_kv<BF16>(p, items, num_items, scores, scratch);
+    case kF16: return index_kv<F16>(p, items, num_items, scores, scratch);
     default: return kUnsupported;
   }
 }

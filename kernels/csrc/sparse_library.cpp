@@ -17,7 +17,7 @@
 namespace sw {
 namespace {
 
-constexpr int64_t kSlabScores = 4 << 20;  // scores of one slab of queries (at least one query)
+constexpr int64_t kSlabScores = 4 << 20;  // scores of one slab of queries (at least of one item)
 constexpr int64_t kItemKeys = 512;        // keys of one item of scoring
 
 struct RowRange {
@@ -69,34 +69,67 @@ int attend(SparseParams& p) {
 
 // One query of a slab: where its scores lie.
 struct Query {
-  int64_t token, row, position, visible, at;
+  int64_t token, visible, at;
 };
 
-// Walks over the queries of a step and cuts them into slabs.
-struct Slab {
+// Where a selection keeps what it computes; room for the scores of one slab.
+struct SelectSpace {
   Query* queries;
   ScoreItem* items;
+  float* scores;
+  uint64_t* keys;
+  float* scratch;  // per thread
+};
+
+// Queries of a step whose scores fit the workspace, and the items of their scoring.
+struct Slab {
+  SelectSpace space;
   int64_t num_queries = 0, num_items = 0, num_scores = 0;
 
-  void add(const Query& q) {
-    queries[num_queries] = q;
-    queries[num_queries++].at = num_scores;
-    for (int64_t s = 0; s < q.visible; s += kItemKeys) {
-      const int64_t last = std::min(q.visible, s + kItemKeys);
-      items[num_items++] = {q.token, q.row, q.position, s, last, num_scores + s};
+  // Adds a row's `count` queries from `token`, at `position`, on.
+  void add(int64_t row, int64_t token, int64_t position, int64_t count, int64_t ratio) {
+    const int64_t at = num_scores;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t visible = (position + t + 1) / ratio;
+      space.queries[num_queries++] = {token + t, visible, num_scores};
+      num_scores += visible;
     }
-    num_scores += q.visible;
+    const int64_t visible = (position + count) / ratio;
+    for (int64_t s = 0; s < visible; s += kItemKeys) {
+      const int64_t last = std::min(visible, s + kItemKeys);
+      space.items[num_items++] = {token, row, position, count, s, last, at};
+    }
+  }
+
+  int run(const SelectParams& p) const {
+    const Kernels& k = chosen_kernels();
+    const int status = k.score_entries(p, space.items, num_items, space.scores, space.scratch);
+    if (status != kOk) return status;
+    parallel_for(num_queries, [&](int64_t i, int) {
+      const Query& q = space.queries[i];
+      choose_top(space.scores + q.at, q.visible, p.top_k, space.keys + q.at,
+                 p.out + q.token * p.top_k);
+    });
+    return kOk;
   }
 };
 
-int run_slab(const SelectParams& p, const Slab& slab, float* scores, uint64_t* keys) {
-  const int status = chosen_kernels().score_entries(p, slab.items, slab.num_items, scores);
-  if (status != kOk) return status;
-  parallel_for(slab.num_queries, [&](int64_t i, int) {
-    const Query& q = slab.queries[i];
-    choose_top(scores + q.at, q.visible, p.top_k, keys + q.at, p.out + q.token * p.top_k);
-  });
-  return kOk;
+// Space for slabs of `room` scores; false if there is no memory.
+bool select_space(const SelectParams& p, int64_t room, SelectSpace* space) {
+  const int64_t query_bytes = round_up(p.num_tokens * (int64_t)sizeof(Query));
+  const int64_t num_items = p.num_tokens + room / kItemKeys + 1;
+  const int64_t item_bytes = round_up(num_items * (int64_t)sizeof(ScoreItem));
+  const int64_t score_bytes = round_up(room * 4), key_bytes = round_up(room * 8);
+  const int64_t floats = chosen_kernels().score_scratch_floats(p.num_heads, p.entries.dim);
+  const int64_t scratch_bytes = floats * 4 * pool_num_threads();
+  uint8_t* at = workspace(query_bytes + item_bytes + score_bytes + key_bytes + scratch_bytes);
+  if (at == nullptr) return false;
+  space->queries = reinterpret_cast<Query*>(at);
+  space->items = reinterpret_cast<ScoreItem*>(at += query_bytes);
+  space->scores = reinterpret_cast<float*>(at += item_bytes);
+  space->keys = reinterpret_cast<uint64_t*>(at += score_bytes);
+  space->scratch = reinterpret_cast<float*>(at += key_bytes);
+  return true;
 }
 
 int select(SelectParams& p) {
@@ -108,31 +141,24 @@ int select(SelectParams& p) {
     if (!blocks_exist(p.entries, r, 0, visible, &p.bad_block)) return kBadBlock;
     longest = std::max(longest, visible);
   }
-  const int64_t room = std::max(kSlabScores, longest);
-  const int64_t query_bytes = round_up(p.num_tokens * (int64_t)sizeof(Query));
-  const int64_t num_items = p.num_tokens + room / kItemKeys + 1;
-  const int64_t item_bytes = round_up(num_items * (int64_t)sizeof(ScoreItem));
-  const int64_t score_bytes = round_up(room * 4);
-  uint8_t* memory = workspace(query_bytes + item_bytes + score_bytes + room * 8);
-  if (memory == nullptr) return kNoMemory;
-  auto* scores = reinterpret_cast<float*>(memory + query_bytes + item_bytes);
-  auto* keys = reinterpret_cast<uint64_t*>(memory + query_bytes + item_bytes + score_bytes);
-  auto* queries = reinterpret_cast<Query*>(memory);
-  auto* items = reinterpret_cast<ScoreItem*>(memory + query_bytes);
-  Slab slab{queries, items};
+  const int64_t room = std::max(kSlabScores, longest * kScoreQueries);
+  SelectSpace space{};
+  if (!select_space(p, room, &space)) return kNoMemory;
+  Slab slab{space};
   for (int64_t r = 0; r < p.num_rows; ++r) {
     const RowRange row = row_range(p.query_starts, p.context_lens, r);
-    for (int64_t at = row.start; at < row.end; ++at) {
-      const int64_t visible = (at + 1) / p.entries.ratio;
-      if (slab.num_queries > 0 && slab.num_scores + visible > room) {
-        const int status = run_slab(p, slab, scores, keys);
+    for (int64_t at = row.start; at < row.end; at += kScoreQueries) {
+      const int64_t count = std::min(kScoreQueries, row.end - at);
+      const int64_t most = count * ((at + count) / p.entries.ratio);
+      if (slab.num_queries > 0 && slab.num_scores + most > room) {
+        const int status = slab.run(p);
         if (status != kOk) return status;
-        slab = Slab{queries, items};
+        slab = Slab{space};
       }
-      slab.add({row.first + at - row.start, r, at, visible, 0});
+      slab.add(r, row.first + at - row.start, at, count, p.entries.ratio);
     }
   }
-  return run_slab(p, slab, scores, keys);
+  return slab.run(p);
 }
 
 int delta_rule(const DeltaParams& p) {

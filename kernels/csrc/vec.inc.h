@@ -232,6 +232,40 @@ inline vf tops_of(const vf* x) {
   }
 }
 
+// ---- turning ----------------------------------------------------------------------------------
+
+#if SW_WIDTH == 16
+inline vf zip_low(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline vf zip_high(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                 31);
+}
+#elif SW_WIDTH == 8
+inline vf zip_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline vf zip_high(vf a, vf b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+#else
+inline vf zip_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline vf zip_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+#endif
+
+// Lane j of x[i] becomes lane i of x[j]: each of kFolds steps rotates the bits of (i, j) by one.
+template <int kSteps>
+inline void turn(vf* x) {
+  if constexpr (kSteps > 0) {
+    vf y[W];
+#pragma GCC unroll 8
+    for (int i = 0; i < W / 2; ++i) {
+      y[2 * i] = zip_low(x[i], x[i + W / 2]);
+      y[2 * i + 1] = zip_high(x[i], x[i + W / 2]);
+    }
+    turn<kSteps - 1>(y);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) x[i] = y[i];
+  }
+}
+
 // ---- exp and friends --------------------------------------------------------------------------
 
 // 2^n for whole numbers n in -150..128 times x; results below 2^-126 are never asked for.
