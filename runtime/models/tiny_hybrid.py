@@ -89,7 +89,7 @@ def _deepseek_v4_config(size: TinySize) -> dict[str, Any]:
         "num_key_value_heads": 1,
         "partial_rotary_factor": 0.25,
         "q_lora_rank": size.hidden // 2,
-        "o_groups": 2,
+        "o_groups": math.gcd(2, size.heads),
         "o_lora_rank": size.hidden // 4,
         "sliding_window": size.window,
         "layer_types": ["sliding_attention"] * leading

@@ -18,14 +18,12 @@ from statewise.runtime.sampling_params import SamplingParams
 from support.model_scenarios import VOCAB, Case, request, scenario
 
 ARCHITECTURES = ("llama", "gemma3", "gpt-oss")
-# Layers and page size of the models with compressed, routed or recurrent state.
-HYBRID = {"deepseek-v4": (4, 16), "deepseek-v32": (3, 8), "qwen3-next": (4, 8)}
+HYBRID = ("deepseek-v4", "deepseek-v32", "qwen3-next", "gpt-oss")
 
 
 @cache
 def case(arch: str, root: str) -> Case:
-    layers, page_size = HYBRID.get(arch, (6, 8))
-    return Case(arch, Path(root) / arch, layers=layers, page_size=page_size)
+    return Case(arch, Path(root) / arch)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +40,9 @@ def test_few_scenarios(arch: str, root: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", HYBRID)
 def test_hybrid_scenarios(arch: str, root: str) -> None:
-    reused = sum(scenario(case(arch, root), seed) for seed in range(200, 208))
-    assert reused > 0
+    """A few; `tools/exactness.py` runs hundreds."""
+    outcomes = [scenario(case(arch, root), seed) for seed in range(200, 204)]
+    assert sum(o.reused for o in outcomes) > 0
 
 
 @pytest.mark.slow

@@ -108,12 +108,21 @@ class Scene:
         return self.core.cache.tree.match(Namespace(), TokenKey(np.array(prompt, dtype=np.int32)))
 
     def lose(self, prompt: list[int], group: str, pages: range | None = None) -> None:
-        """Drop pages of one group (all by default)."""
+        """Drop pages of one group, or the snapshots at their ends (all by default)."""
         match = self.match(prompt)
         wanted = pages if pages is not None else range(match.logical_pages)
-        freed = self.core.cache.tree.drop(match, self.schema.index_of(group), wanted)
-        for pool, blocks in zip(self.core.cache.pools, freed.blocks, strict=True):
-            pool.free(blocks)
+        drop_state(self.core, match, self.schema.index_of(group), wanted)
+
+    def blank(self, prompt: list[int], group: str) -> None:
+        """Zero a group's state behind the cache's back; it goes on being reused."""
+        match, index = self.match(prompt), self.schema.index_of(group)
+        if self.schema.groups[index].kind.is_snapshot:
+            found = [s.block_of(index) for s in match.snapshots]
+            blocks = [held.block for held in found if held is not None]
+        else:
+            blocks = [b for b in match.blocks(index).tolist() if b >= 0]
+        assert blocks, group
+        self.worker.store.fill_blocks(index, blocks, 0.0)
 
     def spoil(self, prompt: list[int], group: str, layers: int, pages: range) -> None:
         """Mark single layers (bit mask within the group) of pages as invalid."""
@@ -130,3 +139,13 @@ class Scene:
         byte, in_byte = divmod(bit % (8 * data.numel()), 8)
         data[byte] ^= 1 << in_byte
         return block
+
+
+def drop_state(core: EngineCore, match: Match, group: int, pages: range) -> None:
+    """Drop pages of one group, or the snapshots at their ends, and free the blocks."""
+    tree, schema = core.cache.tree, core.cache.schema
+    is_snapshot = schema.groups[group].kind.is_snapshot
+    places = [(page + 1) * schema.page_size for page in pages] if is_snapshot else pages
+    freed = tree.drop(match, group, places)
+    for pool, blocks in zip(core.cache.pools, freed.blocks, strict=True):
+        pool.free(blocks)

@@ -6,8 +6,13 @@ The oracle runs each prompt alone, without a prefix cache, in one engine with am
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from statewise.radix import Namespace, TokenKey
 from statewise.runtime.clock import SystemClock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.engine.build import build_runtime
@@ -20,19 +25,25 @@ from statewise.runtime.messages import (
 )
 from statewise.runtime.models.tiny import TinySize, make_tiny_model
 from statewise.runtime.sampling_params import SamplingParams
+from support.model_recovery import drop_state
 from support.simulation import NoReserve
 
 WINDOW = 16
 VOCAB = 256
+# Layers and page size of the tiny models.
+SHAPES = {
+    "llama": (6, 8), "gemma3": (6, 8), "gpt-oss": (6, 8),
+    "deepseek-v4": (4, 16), "deepseek-v32": (3, 8), "qwen3-next": (4, 8),
+}  # fmt: skip
 
 
 class Case:
     """One tiny model with an oracle that never reuses anything."""
 
-    def __init__(self, arch: str, path: Path, *, layers: int = 6, page_size: int = 8) -> None:
+    def __init__(self, arch: str, path: Path) -> None:
+        layers, self.page_size = SHAPES[arch]
         make_tiny_model(arch, path, size=TinySize(layers=layers, window=WINDOW))
         self.path = path
-        self.page_size = page_size
         self.oracle = self.core(disable_radix_cache=True, max_total_tokens=4096)
         self.answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
@@ -81,12 +92,33 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], int]]) -> dict[st
     return out
 
 
-def scenario(case: Case, seed: int) -> int:
+@dataclass(frozen=True)
+class Outcome:
+    """What a scenario's engine counted."""
+
+    requests: int
+    preemptions: int
+    reused: int  # tokens as they stood
+    repaired: int  # tokens replayed
+    levels: Counter[str]  # of recovery, by request
+
+
+def lose_something(core: EngineCore, prompt: list[int], rng: random.Random) -> None:
+    """Drop a run of pages, or of snapshots, of one group that the cache has of a prompt."""
+    match = core.cache.tree.match(Namespace(), TokenKey(np.array(prompt, dtype=np.int32)))
+    if match.logical_pages:
+        ends = sorted(rng.randrange(match.logical_pages + 1) for _ in range(2))
+        group = rng.randrange(core.cache.schema.num_groups)
+        drop_state(core, match, group, range(*ends))
+
+
+def scenario(case: Case, seed: int) -> Outcome:
     """Shared prefixes, forks, tiny pools, preemption, aborts, chunk sizes and batch mixes.
 
-    Returns how many tokens were reused.
+    In half of the scenarios cached state of single groups is lost between the requests.
     """
-    rng = random.Random(seed)
+    rng, losses = random.Random(seed), random.Random(-1 - seed)
+    is_lossy = losses.random() < 0.5
     unit = case.page_size // 8
     grows = rng.random() < 0.4  # short prompts, long outputs, admitted on hope: preemption
     core = case.core(
@@ -112,6 +144,8 @@ def scenario(case: Case, seed: int) -> int:
         max_new = rng.choice([40, 60]) if grows else rng.choice([1, 4, 30])
         rid = f"r{i}"
         wanted[rid] = case.expected(prompt, max_new)
+        if is_lossy:
+            lose_something(core, prompt, losses)
         stems.append(prompt + wanted[rid])
         core.add_request(request(rid, prompt, max_new))
         for _ in range(rng.randrange(0, 6)):
@@ -125,8 +159,15 @@ def scenario(case: Case, seed: int) -> int:
     for rid, tokens in wanted.items():
         got = out.get(rid, [])
         assert got == (tokens[: len(got)] if rid in aborted else tokens), (seed, rid)
-    reused = core.counters.effective_reuse_tokens
+    counters = core.counters
+    outcome = Outcome(
+        len(wanted),
+        core.scheduler.num_preemptions,
+        counters.effective_reuse_tokens,
+        counters.repaired_tokens,
+        counters.levels,
+    )
     core.flush()
     core.audit()
     assert all(pool.num_free == pool.num_blocks for pool in core.cache.pools)
-    return reused
+    return outcome

@@ -43,6 +43,20 @@ def test_a_tiny_model_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[s
         main(["make-tiny-model", "gpt5", str(tmp_path / "n")])
 
 
+def test_a_tiny_models_sizes_are_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--layers", "8", "--hidden", "32", "--window", "24", "--context", "8192"]
+    assert main(["make-tiny-model", "deepseek-v4", str(tmp_path / "m"), *words]) == 0
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    sizes = [config[k] for k in ("num_hidden_layers", "hidden_size", "sliding_window")]
+    assert sizes == [8, 32, 24]
+    assert config["max_position_embeddings"] == 8192
+    with pytest.raises(SystemExit):
+        main(["make-tiny-model", "llama", str(tmp_path / "n"), "--layers", "0"])
+    assert "0 is not positive" in capsys.readouterr().err
+
+
 def test_the_server_process_loads_no_torch() -> None:
     """Only the scheduler may: the others would cost hundreds of megabytes each."""
     modules = ("launch", "tokenizer_process", "detokenizer_process", "rpc")
