@@ -80,11 +80,14 @@ def protected_pages(
     """(sink_end, lo, hi): a request at `position` with `num_pages` whole pages in the tree.
 
     Pages [0, sink_end) and [lo, hi) are what it may still read, and what a checkpoint at the
-    page boundary below `position` would need.
+    page boundary below `position` would need. Where the tree ends before that boundary there is
+    no such checkpoint: a request that goes on without publishing lets its old window go.
     """
-    boundary = min(position // page_size, num_pages)
+    boundary = position // page_size
     lo = trailing_pages(spec, position, page_size)[0]
-    lo = min(lo, trailing_pages(spec, boundary * page_size, page_size)[0], num_pages)
+    if boundary == num_pages:
+        lo = min(lo, trailing_pages(spec, boundary * page_size, page_size)[0])
+    lo = min(lo, num_pages)
     sinks = min(sink_pages(spec, position, page_size), num_pages)
     return min(sinks, lo), lo, num_pages
 

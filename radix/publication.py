@@ -129,10 +129,11 @@ class Publisher:
         """Fill pages [start, stop) of the lease's own path."""
         found: list[Duplicates] = []
         node: Node | None = lease.node
+        shared = False  # whether another lease stands on the node or below it
         while node is not None and node.end > start:
+            shared = shared or node.protect > 1
             span = (max(start, node.start), min(stop, node.end))
             if span[0] < span[1]:
-                shared = node is not lease.node or node.protect > 1
                 self._merge(node, span, tables, written, (found, freed, shared))
             node = node.parent
         return tuple(found)

@@ -81,6 +81,7 @@ class Request:
         self.replays: list[Replay] = []  # run before anything else, in order
         self.replay_at = 0  # next position of the first replay
         self.direct_only = False  # a recovery did not get its blocks: no replays any more
+        self.starts_cold = False  # what it reused held the blocks that it lacked: no reuse
         self.sequence: Sequence | None = None
         self.prefill_target = self.prompt_len  # known length at admission
         self.num_retractions = 0
@@ -114,6 +115,8 @@ class Request:
     @property
     def reuse_limit(self) -> int:
         """Deepest position at which cached state may be used: some logits are always needed."""
+        if self.starts_cold:
+            return 0
         limit = self.num_tokens - 1
         if not self.prompt_logprobs_done:
             limit = min(limit, self.message.logprob.start)

@@ -129,6 +129,8 @@ class Scheduler:
         decodes = self._add_decodes(rows)
         budget -= 0 if self.config.deterministic else decodes  # an aligned chunk needs it whole
         budget -= self._add_prefills(rows, budget)
+        if self.running and not rows:
+            self._unstick(self.running[0])
         if self.num_preemptions == preempted and self._may_admit(budget):
             self._add_admissions(rows, budget, now)
             self.admission.reserve.step()
@@ -197,10 +199,22 @@ class Scheduler:
                 break
             limit = size // 2
         if request.replays and self.running and request is self.running[0]:
-            request.direct_only = True  # its repair does not fit beside its history
+            self._ask_less(request)  # its repair does not fit beside its history
             request.report = None  # which spoke of the repair
             self._preempt(request)
         return 0
+
+    def _unstick(self, request: Request) -> None:
+        """Begin the oldest request anew where nobody could go on: its lease holds what it lacks."""
+        self._ask_less(request)
+        self._preempt(request)
+
+    @staticmethod
+    def _ask_less(request: Request) -> None:
+        """Let the request rely on less of the cache when it begins next: a cold one always fits."""
+        request.starts_cold = request.direct_only
+        request.direct_only = True
+        request.lookup = None
 
     def _take(self, request: Request, span: Span, rows: dict[str, BatchRow]) -> None:
         """Put the span into this step; its blocks are reserved."""
@@ -215,21 +229,24 @@ class Scheduler:
             replay = request.replays[0]
             start = request.replay_at
             end = min(replay.end, start + limit)
+            if self.config.deterministic:
+                end = self._aligned_end(replay.end, start, limit)
             return Span(start, end, replay.write_groups, replay.num_layers, is_replay=True)
         start = request.num_computed
         end = min(start + limit, request.num_tokens)
         if self.config.deterministic:
-            end = self._aligned_end(request, start, limit)
+            # Generated tokens are always computed one by one.
+            in_prompt = start < request.prompt_len
+            end = self._aligned_end(request.prompt_len, start, limit) if in_prompt else start + 1
         stops = [c for c in request.checkpoints if start < c < end]
         if stops and self.cache.has_snapshots:
             end = min(stops)
         return Span(start, end, self._all_groups, self.config.num_layers)
 
-    def _aligned_end(self, request: Request, start: int, limit: int) -> int:
-        if start >= request.prompt_len:
-            return start + 1  # generated tokens are always computed one by one
+    def _aligned_end(self, stop: int, start: int, limit: int) -> int:
+        """End of the whole chunk that `start` lies in, or `stop`; `start` where it must wait."""
         chunk = self.config.token_budget
-        end = min((start // chunk + 1) * chunk, request.prompt_len)
+        end = min((start // chunk + 1) * chunk, stop)
         return end if end - start <= limit else start
 
     def _reserve(
@@ -327,7 +344,7 @@ class Scheduler:
         try:
             request.sequence = self.cache.begin(lookup, len(request.tokens))
         except OutOfBlocksError as error:
-            self._delay(request, "blocks", str(error), error.group)
+            self._lacks_blocks(request, str(error), error.group)
             return 0
         except StaleMatchError:
             request.lookup = None
@@ -341,7 +358,8 @@ class Scheduler:
         if shortage is not None:
             self._give_up(request)
             spare = f"{shortage.available} to spare, {shortage.needed} needed"
-            self._delay(request, "blocks", f"group {shortage.group!r} has {spare}", shortage.group)
+            why = f"group {shortage.group!r} has {spare}"
+            self._lacks_blocks(request, why, shortage.group)
             return 0
         request.num_computed = lookup.position
         self._mark_checkpoints(request, lookup.branch_position)
@@ -356,7 +374,7 @@ class Scheduler:
             request.become(RequestStatus.WAITING)
             self.waiting[request.rid] = request
             self._give_up(request)
-            self._delay(request, "blocks", "no room for its next chunk")
+            self._lacks_blocks(request, "no room for its next chunk")
             return 0
         request.blocked_reason = request.delayed_by = ""
         request.prefill_target = request.num_tokens
@@ -372,6 +390,12 @@ class Scheduler:
         request.sequence = None
         request.replays = []
         request.num_computed = 0
+
+    def _lacks_blocks(self, request: Request, why: str, group: str = "") -> None:
+        """Let the request wait; where nothing runs that could give blocks, it asks for less."""
+        self._delay(request, "blocks", why, group)
+        if not self.running:
+            self._ask_less(request)
 
     def _delay(self, request: Request, cause: str, why: str, group: str = "") -> None:
         """Take note why a request waits; counted when the cause is another than before."""
@@ -392,6 +416,8 @@ class Scheduler:
         wanted = self.config.checkpoints.positions(prefill)
         request.checkpoints.update(p - p % page for p in wanted)
         unit = self.config.token_budget if self.config.deterministic else 1  # chunks stay whole
+        if self.config.deterministic:  # the last position that is published: its window moves on
+            request.checkpoints.add(request.prompt_len - request.prompt_len % unit)
         request.checkpoints = {
             c for c in request.checkpoints if c > request.num_computed and c % unit == 0
         }
