@@ -63,8 +63,8 @@ class Demand:
         depth = [0] * num_pages
         for layer, spans in enumerate(self.inputs):
             for lo, hi in spans:
-                for page in range(lo // page_size, -(-hi // page_size)):
-                    depth[page] = layer + 1
+                first, stop = lo // page_size, min(-(-hi // page_size), num_pages)
+                depth[first:stop] = [layer + 1] * (stop - first)
         return depth
 
 

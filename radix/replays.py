@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from statewise.radix.cost import CostModel
 from statewise.radix.demand import Demand
 from statewise.radix.need import first_token
@@ -112,18 +114,18 @@ def _coarse(depths: list[int], step: int) -> list[int]:
 
 def _runs(depths: list[int], ground: Ground, restarts: set[int]) -> list[_Run] | None:
     """Split pages into runs; None where a needed cut is not at a multiple of the granularity."""
-    runs: list[_Run] = []
-    for page, depth in enumerate(depths):
-        unusable = ground.unusable[page]
-        last = runs[-1] if runs else None
-        same = last is not None and last.depth == depth and last.unusable == unusable
-        if last is not None and same and page not in restarts:
-            runs[-1] = _Run(last.start, page + 1, depth, unusable)
-            continue
-        if depth and page % ground.step_pages:
-            return None
-        runs.append(_Run(page, page + 1, depth, unusable))
-    return runs
+    if not depths:
+        return []
+    alike = np.array((depths, ground.unusable), dtype=np.int64)
+    changes = np.flatnonzero((alike[:, 1:] != alike[:, :-1]).any(axis=0)) + 1
+    starts = sorted({0, *changes.tolist(), *(page for page in restarts if page < len(depths))})
+    if any(depths[page] and page % ground.step_pages for page in starts):
+        return None
+    ends = [*starts[1:], len(depths)]
+    return [
+        _Run(start, end, depths[start], ground.unusable[start])
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 class _Join:
