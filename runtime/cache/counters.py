@@ -50,10 +50,12 @@ class CacheCounters:
         for layer, outcome in outcomes.items():
             self.validations.add(layer_word(layer), outcome)
 
+    def inconsistent(self) -> None:
+        """Count a hit at which damaged or stale state was found."""
+        self.inconsistent_hits.add()
+
     def found(self, verdicts: Sequence[Verdict], source: str) -> None:
-        """Count damage or staleness found for the first time, at `source`: use or patrol."""
-        if source == "use":
-            self.inconsistent_hits.add()
+        """Count what failed validation, at `source`: use or patrol."""
         for verdict in verdicts:
             self.validation_failures.add(
                 layer_word(verdict.layer),

@@ -11,7 +11,7 @@ This module does not plan, and does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -83,10 +83,10 @@ class Validity:
         """Take what failed out of reach: whole pages leave the tree, single layers are marked.
 
         State of another stamp, or over another version of its source, is out of reach already:
-        it stays until something replaces it.
+        it stays until something replaces it, and `admitted` counts it.
         """
-        new = [v for v in verdicts if v.is_fault and v.condition is not Condition.LAYERS]
-        for verdict in [v for v in new if v.layer in DAMAGE]:
+        new = [v for v in _new(verdicts) if v.layer in DAMAGE]
+        for verdict in new:
             self.recalls.add(verdict.group, _blocks_of(match, verdict))
             if verdict.layers and verdict.pages:
                 self._tree.mark_invalid(
@@ -98,9 +98,22 @@ class Validity:
             else:
                 freed = self._tree.drop(match, verdict.group, verdict.pages)
             self._blocks.take_back(freed, "fault")
-        if new:
-            self._counters.found(new, source)
-        for verdict in new:
+        if new and source == "use":
+            self._counters.inconsistent()
+        self._tell(new, source)
+
+    def admitted(self, verdicts: Sequence[Verdict]) -> None:
+        """Count a hit that is used, and the stale state it met: once, however long it waited."""
+        self._counters.validated(verdicts)
+        new = _new(verdicts)
+        stale = [v for v in new if v.layer not in DAMAGE]
+        if stale and len(stale) == len(new):  # damage was counted when it was dropped
+            self._counters.inconsistent()
+        self._tell(stale, "use")
+
+    def _tell(self, verdicts: Sequence[Verdict], source: str) -> None:
+        self._counters.found(verdicts, source)
+        for verdict in verdicts:
             self._events.failed(self._schema.groups[verdict.group].name, verdict, source)
 
     def replace_damaged(
@@ -124,6 +137,11 @@ class Validity:
         assert not outcome.duplicates, "they have just been dropped"
         self._blocks.take_back(outcome.freed, "replaced")
         return True
+
+
+def _new(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Faults that nothing in the tree is marked with yet."""
+    return [v for v in verdicts if v.is_fault and v.condition is not Condition.LAYERS]
 
 
 def _blocks_of(match: Match, verdict: Verdict) -> list[int]:

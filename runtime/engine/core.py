@@ -300,7 +300,7 @@ class EngineCore:
             if request.lookup is not None:
                 self._recoveries.begun(request.rid, request.lookup, started)
                 if request.lookup.is_hit:
-                    self.cache.counters.validated(request.lookup.verdicts)
+                    self.cache.validity.admitted(request.lookup.verdicts)
         if batch is not None:
             self._run(batch)
             self.counters.num_steps += 1

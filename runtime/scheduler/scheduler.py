@@ -334,8 +334,9 @@ class Scheduler:
     ) -> int:
         """Admit `request` with its first chunk; returns its tokens, 0 if it waits on."""
         lookup = self._lookup(request)
-        provider = inflight.provider_of(request, lookup.position)
-        if provider is not None and not self.config.deterministic:
+        shares = self.cache.enabled and not self.config.deterministic
+        provider = inflight.provider_of(request, lookup.position) if shares else None
+        if provider is not None:
             other, shared = provider
             other.checkpoints.add(shared)  # keep the trailing state where this one will resume
             self._delay(request, "prefix", f"{other.rid} is computing it")
@@ -357,8 +358,10 @@ class Scheduler:
         shortage = self.admission.shortage(request, self.running, self.cache.available())
         if shortage is not None:
             self._give_up(request)
-            spare = f"{shortage.available} to spare, {shortage.needed} needed"
-            why = f"group {shortage.group!r} has {spare}"
+            why = (
+                f"group {shortage.group!r} has {shortage.available} to spare, "
+                f"{shortage.needed} needed"
+            )
             self._lacks_blocks(request, why, shortage.group)
             return 0
         request.num_computed = lookup.position

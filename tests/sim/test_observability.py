@@ -41,6 +41,23 @@ def test_a_hit_passes_every_layer_of_the_chain() -> None:
     assert d.core.stats()["state_inconsistency_rate"] == 0.0
 
 
+def test_stale_state_is_counted_once_however_long_the_hit_waits() -> None:
+    d = driver("FW", blocks=24)
+    d.serve("old", PROMPT, 2)
+    d.core.update_weights()
+    d.epoch += 1
+    d.add("first", [90, *PROMPT[:70]], 60)
+    d.step()
+    d.add("second", PROMPT, 60)
+    d.run()
+    d.check("first", "second")
+    assert labelled(d, "admissions_delayed")["blocks", "full"] == 1, "what is tested"
+    assert labelled(d, "inconsistent_hits") == {(): 1}
+    assert d.core.stats()["state_inconsistency_rate"] <= 1.0
+    pages = sum(labelled(d, "validation_failures").values())
+    assert pages <= 2 * len(PROMPT) // 8
+
+
 def test_a_lost_window_is_absent_and_limits_the_reuse() -> None:
     d = driver("FWFWF")
     d.serve("cold", PROMPT, 2)

@@ -121,3 +121,14 @@ def test_a_deterministic_prompts_last_window_is_kept_while_its_answer_grows() ->
     done = driver.serve("b", [*prompt, 1, 2], 1)
     assert done.report is not None
     assert (done.report.matched, done.report.reused) == (40, 40)
+
+
+def test_without_a_cache_nobody_waits_for_anothers_prefix() -> None:
+    driver = Driver(make_schema("FW", PAGE, 8), (64, 64), disable_radix_cache=True)
+    prompt = tokens(40, 8)
+    driver.add("a", prompt, 2)
+    driver.add("b", prompt, 2)
+    driver.step()
+    assert [row.request_id for row in driver.batches[0].rows] == ["a", "b"]
+    driver.run()
+    driver.check()
