@@ -171,6 +171,56 @@ def test_f7_a_shared_prefix_with_unique_tails_is_reused_whole() -> None:
     assert done.report.reused >= 24, "the second request made a checkpoint where they part"
 
 
+def test_f3_a_request_that_ends_before_it_took_its_state_in_hands_nothing_over() -> None:
+    """Its repair has run, its working blocks still hold what that left in them."""
+    driver = driver_of("WFR", checkpoint_interval=8)
+    prompt = tokens(40, 9)
+    driver.serve("a", prompt, 1)
+    driver.lose(prompt, "window")
+    driver.add("b", [*prompt, 5], 4)
+    request = driver.core._requests["b"]
+    for _ in range(20):
+        driver.step()
+        if request.sequence is not None and not request.replays:
+            break
+    assert request.sequence is not None
+    assert request.sequence.standing is not None, "what is tested"
+    driver.lose(prompt, "state")
+    driver.core.abort("b")
+    driver.run()
+    assert_snapshots_are_cold_states(driver, prompt)
+    driver.serve("c", [*prompt, 5], 4)
+
+
+def test_a_resume_inside_a_page_is_reported_as_matched() -> None:
+    driver = driver_of("FR")
+    done = driver.serve("a", tokens(29, 1), 3)
+    more = driver.serve("b", [*tokens(29, 1), *done.tokens[:2], 5, 6, 7], 2)
+    assert more.report is not None
+    assert (more.report.matched, more.report.reused, more.report.recomputed) == (31, 31, 0)
+    assert more.report.computed == more.report.prompt - 31
+    assert more.report.reason == "all 31 matched tokens were used as they stood"
+    assert driver.core.counters.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("shape", ["FR", "CC", "HFC"])
+def test_f7_requests_that_arrive_together_compute_their_shared_prefix_once(shape: str) -> None:
+    """Also where the first one's whole prompt was to run in the step in which they met."""
+    driver = driver_of(shape, chunked_prefill_size=64, checkpoint_interval=1000)
+    shared = tokens(24, 40)
+    rids = [f"r{i}" for i in range(4)]
+    for i, rid in enumerate(rids):
+        driver.add(rid, shared + tokens(9, 41 + i), 2)
+    driver.run()
+    driver.check()
+    computed = sum(
+        row.end - row.start for b in driver.batches for row in b.rows if row.kind is RowKind.PREFILL
+    )
+    assert computed == 24 + 4 * 9
+    assert_snapshots_are_cold_states(driver, *(driver.outcomes[rid].prompt for rid in rids))
+    driver.quiesce()
+
+
 def test_f27_snapshots_stay_within_their_pool() -> None:
     schema = schema_of("FR")
     sizes = tuple(4 if s.kind.is_snapshot else 400 for s in schema.groups)

@@ -334,6 +334,10 @@ class PrefixCache:
         if sequence.lease is not None and self.has_snapshots:
             self._snapshots.prepare(sequence, position)
 
+    def forgo_checkpoint(self, sequence: Sequence, position: int) -> None:
+        """Take `prepare_checkpoint` back: the next step ends elsewhere."""
+        self._snapshots.forgo(sequence, position)
+
     # ---------------------------------------------------------------- commit and finish
 
     def commit(

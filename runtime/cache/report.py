@@ -32,7 +32,8 @@ def build_report(
     match: Match, plan: RecoveryPlan, verdicts: tuple[Verdict, ...], prompt_len: int
 ) -> CacheReport:
     """The report of a request that matched `match` and follows `plan`."""
-    matched, position = match.logical_tokens, plan.position
+    position = plan.position
+    matched = _matched(match, plan)
     groups = group_reports(match)
     limiting = ""
     if plan.limiting_group is not None:
@@ -53,6 +54,11 @@ def build_report(
     )
 
 
+def _matched(match: Match, plan: RecoveryPlan) -> int:
+    """Tokens of the logical hit: whole pages, and those of the partly filled page resumed in."""
+    return max(match.logical_tokens, plan.position)
+
+
 def _replayed(plan: RecoveryPlan) -> int:
     """Tokens below the resume position that at least one replay computes."""
     total, seen = 0, 0
@@ -64,7 +70,7 @@ def _replayed(plan: RecoveryPlan) -> int:
 
 def _reason(match: Match, plan: RecoveryPlan, prompt_len: int, repaired: int, limiting: str) -> str:
     page = match.schema.page_size
-    matched, position = match.logical_tokens, plan.position
+    matched, position = _matched(match, plan), plan.position
     if not matched:
         if prompt_len <= page:
             return f"nothing shorter than a page of {page} tokens is cached"

@@ -71,7 +71,6 @@ class Snapshots:
         standing, match = sequence.standing, sequence.match
         if standing is None or match is None:
             return
-        sequence.standing = None
         snapshot = match.snapshot_at(standing.position)
         made = []
         for g in self.groups:
@@ -83,6 +82,7 @@ class Snapshots:
                     name = self._schema.groups[g].name
                     raise StaleMatchError(f"no {name!r} snapshot at {standing.position} any more")
                 made.append(g)
+        sequence.standing = None
         self._share(sequence, standing.position, made)
 
     def _is_current(self, held: StateBlock, written: Written) -> bool:
@@ -137,6 +137,14 @@ class Snapshots:
             sequence.taken.append((position, g, block))
             self._copies.after(g, sequence.working[g], block)
 
+    def forgo(self, sequence: Sequence, position: int) -> None:
+        """Give back the blocks of a checkpoint that was prepared; its copies are not made."""
+        for at, g, block in sequence.taken:
+            if at == position:
+                self._copies.forget(g, [block])
+                self._blocks.free_one(g, block)
+        sequence.taken = [taken for taken in sequence.taken if taken[0] != position]
+
     def commit(self, sequence: Sequence, key: TokenKey, written: Written) -> None:
         """Hand the snapshots that were taken to the tree, where their pages are published."""
         published = sequence.num_published * self._schema.page_size
@@ -166,9 +174,12 @@ class Snapshots:
     # ---------------------------------------------------------------- end
 
     def end(self, sequence: Sequence, key: TokenKey, position: int, written: Written) -> None:
-        """Hand over what belongs to exactly `position`, the end of what was computed."""
+        """Hand over what belongs to exactly `position`, the end of what was computed.
+
+        Nothing where the working blocks do not hold it: the request never ran from there.
+        """
         page, rest = divmod(position, self._schema.page_size)
-        if page != sequence.num_published or not position:
+        if page != sequence.num_published or not position or sequence.standing is not None:
             return
         for g in self.groups:
             if needs_snapshot(self._schema.groups[g], position):

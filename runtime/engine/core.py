@@ -432,7 +432,8 @@ class EngineCore:
 
     def match(self, input_ids: Int32, cache: CacheOptions) -> dict[str, Any]:
         """What a request with this prompt would reuse now, without running it."""
-        lookup = self.cache.lookup(cache, input_ids, max(len(input_ids) - 1, 0))
+        limit = max(len(input_ids) - 1, 0)
+        lookup = self.cache.lookup(cache, input_ids, limit, self.scheduler.granularity)
         report = lookup.report()
         fields = {name: getattr(report, name) for name in report.__struct_fields__}
         fields["groups"] = [

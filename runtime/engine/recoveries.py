@@ -58,7 +58,7 @@ class Recoveries:
             "recovery_planned",
             rid=rid,
             level=plan.level.value,
-            matched=match.logical_tokens,
+            matched=max(match.logical_tokens, plan.position),
             position=plan.position,
             limiting_group="" if limiting is None else match.schema.groups[limiting].name,
             replays=[[r.start, r.end, r.num_layers, r.write_groups] for r in plan.replays],

@@ -1,8 +1,8 @@
 """In which order waiting requests are tried.
 
 `lpm` (longest prefix match first) keeps hot prefixes hot; whoever has waited longer than
-`max_wait_s` goes before everybody, oldest first, so nobody starves. `fcfs` is arrival order.
-A higher priority goes first within each class.
+`max_wait_s` goes before everybody, oldest first whatever its priority, so nobody starves. `fcfs` is
+arrival order. Among those who have not waited so long a higher priority goes first.
 """
 
 from __future__ import annotations

@@ -70,6 +70,11 @@ class Scheduler:
         self._all_groups = (1 << schema.num_groups) - 1
         self._step_id = 0
 
+    @property
+    def granularity(self) -> int:
+        """Tokens whose multiples are the positions at which state is reused and kept."""
+        return self.config.token_budget if self.config.deterministic else 1
+
     # ---------------------------------------------------------------- requests in and out
 
     def add(self, request: Request) -> None:
@@ -91,8 +96,8 @@ class Scheduler:
     def _end_sequence(self, request: Request, *, keep_state: bool) -> None:
         assert request.sequence is not None
         kept = request.num_computed if keep_state and not request.replays else 0
-        unit = self.config.token_budget if self.config.deterministic else 1
-        self.cache.finish(request.sequence, request.tokens, kept, snapshot=kept % unit == 0)
+        whole = kept % self.granularity == 0
+        self.cache.finish(request.sequence, request.tokens, kept, snapshot=whole)
         request.sequence = None
 
     def _preempt(self, victim: Request, *, keep_state: bool = True) -> None:
@@ -223,6 +228,19 @@ class Scheduler:
             self.cache.prepare_checkpoint(request.sequence, span.end)
         rows[request.rid] = build_row(request, span, self.config.eos_ids)
 
+    def _stop_at(self, request: Request, position: int, rows: dict[str, BatchRow]) -> None:
+        """End the request's row of this step at a checkpoint that was asked for after it was cut.
+
+        Snapshots exist only where a row ends; windows can be kept anywhere below.
+        """
+        row = rows.get(request.rid)
+        if row is None or row.kind is RowKind.REPLAY or not row.start < position < row.end:
+            return
+        if self.cache.has_snapshots:
+            assert request.sequence is not None
+            self.cache.forgo_checkpoint(request.sequence, row.end)
+            self._take(request, Span(row.start, position, row.write_groups, row.num_layers), rows)
+
     def _next_span(self, request: Request, limit: int) -> Span:
         """The request's next run of tokens, at most `limit` long; empty if it cannot be cut so."""
         if request.replays:
@@ -319,7 +337,7 @@ class Scheduler:
                 request.message.cache,
                 request.tokens[: request.num_tokens],
                 request.reuse_limit,
-                self.config.token_budget if self.config.deterministic else 1,
+                self.granularity,
                 direct_only=request.direct_only,
                 audit=at_use,
             )
@@ -334,12 +352,7 @@ class Scheduler:
     ) -> int:
         """Admit `request` with its first chunk; returns its tokens, 0 if it waits on."""
         lookup = self._lookup(request)
-        shares = self.cache.enabled and not self.config.deterministic
-        provider = inflight.provider_of(request, lookup.position) if shares else None
-        if provider is not None:
-            other, shared = provider
-            other.checkpoints.add(shared)  # keep the trailing state where this one will resume
-            self._delay(request, "prefix", f"{other.rid} is computing it")
+        if self._waits_for_prefix(request, lookup, rows, inflight):
             return 0
         lookup = self._lookup(request, at_use=True)
         try:
@@ -387,6 +400,24 @@ class Scheduler:
         inflight.add(request)
         return used
 
+    def _waits_for_prefix(
+        self,
+        request: Request,
+        lookup: Lookup,
+        rows: dict[str, BatchRow],
+        inflight: InflightPrefixes,
+    ) -> bool:
+        """Whether a running prefill will publish more of the prompt than the tree has now."""
+        shares = self.cache.enabled and not self.config.deterministic
+        provider = inflight.provider_of(request, lookup.position) if shares else None
+        if provider is None:
+            return False
+        other, shared = provider
+        other.checkpoints.add(shared)  # keep the trailing state where this one will resume
+        self._stop_at(other, shared, rows)
+        self._delay(request, "prefix", f"{other.rid} is computing it")
+        return True
+
     def _give_up(self, request: Request) -> None:
         assert request.sequence is not None
         self.cache.cancel(request.sequence)
@@ -418,7 +449,7 @@ class Scheduler:
         prefill = Prefill(request.num_computed, request.num_tokens, branch_position, marks)
         wanted = self.config.checkpoints.positions(prefill)
         request.checkpoints.update(p - p % page for p in wanted)
-        unit = self.config.token_budget if self.config.deterministic else 1  # chunks stay whole
+        unit = self.granularity  # chunks stay whole
         if self.config.deterministic:  # the last position that is published: its window moves on
             request.checkpoints.add(request.prompt_len - request.prompt_len % unit)
         request.checkpoints = {

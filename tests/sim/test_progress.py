@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from statewise.radix.need import protected_pages, trailing_pages
 from statewise.radix.schema import GroupKind
+from statewise.runtime.messages import CacheOptions
 from statewise.runtime.scheduler.batch import RowKind, ScheduledBatch, StepResult
 from support.engine import VOCAB, Driver, make_schema
 from support.radix_oracle import group
@@ -132,3 +134,16 @@ def test_without_a_cache_nobody_waits_for_anothers_prefix() -> None:
     assert [row.request_id for row in driver.batches[0].rows] == ["a", "b"]
     driver.run()
     driver.check()
+
+
+def test_a_question_about_reuse_is_answered_as_a_request_would_be() -> None:
+    driver = Driver(
+        make_schema("FW", PAGE, 6), (64, 64), chunked_prefill_size=16, deterministic=True
+    )
+    prompt = tokens(40, 9)
+    driver.serve("a", prompt, 3)
+    asked = [*prompt[:30], *tokens(9, 10)]
+    told = driver.core.match(np.array(asked, dtype=np.int32), CacheOptions())
+    done = driver.serve("b", asked, 2)
+    assert done.report is not None
+    assert told["reused"] == done.report.reused == 16
