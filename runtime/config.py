@@ -205,6 +205,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
             extra={"group": "service", "choices": ()},
         ),
     ] = 3.0
+    parent_pid: Annotated[
+        int, _count("service", "stop when the process with this id has ended; 0: never")
+    ] = 0
     log_level: Annotated[
         str, _help("service", "least severe message", "debug", "info", "warning", "error")
     ] = "info"

@@ -87,7 +87,9 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
+            env={"OMP_WAIT_POLICY": "PASSIVE"}
+            | dict(os.environ)
+            | {"STATEWISE_PARENT_PID": str(os.getpid())},
         )
         try:
             asyncio.run(self._wait_ready())

@@ -1,7 +1,8 @@
 """A server started for this program, as a process of its own.
 
 `Runtime(model_path=...)` runs `python -P -m statewise.launch_server`, waits until it is healthy and
-is used like an endpoint. It ends with `shutdown()`, with its `with` block, or with the interpreter.
+is used like an endpoint. It ends with `shutdown()`, with its `with` block, or with this process,
+whatever ends that.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Runtime:
     ) -> None:
         settings.setdefault("host", "127.0.0.1")
         settings.setdefault("port", _free_port(settings["host"]))
+        settings.setdefault("parent_pid", os.getpid())
         self.url = f"http://{settings['host']}:{settings['port']}"
         self.endpoint = RuntimeEndpoint(self.url, settings.get("api_key"))
         self._config = _written({"log_level": log_level, **settings})

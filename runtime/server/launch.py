@@ -1,7 +1,8 @@
 """Starts a server, tells the person who started it, and ends it without a trace.
 
     bind the port -> start the processes -> answer HTTP (503 until they are ready) -> ready line
-    Ctrl-C / SIGTERM -> refuse new requests, let open ones finish a while, end everything
+    Ctrl-C, SIGTERM, or process --parent-pid ends
+        -> refuse new requests, let open ones finish a while, end everything
 
 The port is bound before anything is loaded, so that a port in use is an error of the first second.
 
@@ -28,6 +29,7 @@ from statewise.runtime.server import arguments, links, logs
 from statewise.runtime.server.broker import Broker
 from statewise.runtime.server.http.app import make_app
 from statewise.runtime.server.metrics import Metrics
+from statewise.runtime.server.parent import ParentWatch
 from statewise.runtime.server.rpc import RpcEndpoint, check_rpc_settings
 from statewise.runtime.server.service import Service, model_name_of
 from statewise.runtime.server.supervisor import MODULES, Supervisor
@@ -102,6 +104,7 @@ class Server:
         self._broker.start()
         http = _make_http(self._service)
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
+        parent = self._watch_parent()
         watch = None
         try:
             if self._args.rpc:
@@ -118,11 +121,21 @@ class Server:
                 await http_task
             if watch is not None:
                 await watch
+            if parent is not None:
+                parent.close()
             if self._rpc is not None:
                 self._rpc.close()
             self._broker.close()
             self._directory.remove()
         return EXIT_FAILED if self._supervisor.failure else 0
+
+    def _watch_parent(self) -> ParentWatch | None:
+        pid = self._args.parent_pid
+        return ParentWatch(pid, self._on_parent_end) if pid else None
+
+    def _on_parent_end(self) -> None:
+        log.warning("process %d has ended, and this server with it", self._args.parent_pid)
+        self._on_signal()
 
     def _on_signal(self) -> None:
         self._num_signals += 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from support.server_process import ServerProcess, echo_server
+from support.server_process import PYTHONPATH, ServerProcess, echo_server
 
 NUM_CLIENTS = 6
 LONG = {"max_new_tokens": 3000}
@@ -186,6 +189,33 @@ def test_children_die_with_a_killed_server() -> None:
         with echo_server({"TMPDIR": str(server.sockets)}):
             (fresh,) = server.sockets.iterdir()
             assert fresh != abandoned
+
+
+LAUNCHER = """
+import time
+from support.server_process import echo_server
+
+with echo_server() as server:
+    print(server.popen.pid, *(child.pid for child in server.children().values()), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_server_ends_with_the_process_it_was_told_to_watch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", LAUNCHER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(word) for word in launcher.stdout.readline().split()]
+        processes = [psutil.Process(pid) for pid in pids]
+        launcher.kill()
+    assert len(processes) == 4
+    _gone, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        process.kill()
+    assert alive == []
+    (scratch,) = tmp_path.glob("sw-test-*")
+    assert list((scratch / "tmp").iterdir()) == []  # it left in order: no socket is left
 
 
 def test_the_socket_directory_is_private(server: ServerProcess) -> None:

@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])  # this checkout's code
 READY = re.compile(r"is ready: .* at (http://\S+)")
 START_TIMEOUT_S = 180.0  # a first start may compile the native kernels
 
@@ -33,9 +34,10 @@ class ServerProcess:
         self.sockets.mkdir()
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTHONPATH": PYTHONPATH,
             "TMPDIR": str(self.sockets),
             "OMP_NUM_THREADS": "1",
+            "STATEWISE_PARENT_PID": str(os.getpid()),  # a killed test run leaves no server
             **(env or {}),
         }
         with self._log.open("wb") as log:
@@ -128,7 +130,7 @@ class ServerProcess:
 
 def echo_server(env: dict[str, str] | None = None, **settings: Any) -> ServerProcess:
     """Start a server without a model (support.echo)."""
-    settings = {"model_path": "echo", "port": 0, **settings}
+    settings = {"model_path": "echo", "port": 0, "parent_pid": os.getpid(), **settings}
     return ServerProcess(["-m", "support.echo_server", json.dumps(settings)], env)
 
 
