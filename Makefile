@@ -5,6 +5,7 @@
 #   make serve ARGS="--port 8000"   any argument of `statewise serve`
 #   make demo                       two-minute tour of hybrid reuse
 #   make test | test-fast | check   the whole suite | without slow tests | everything that CI runs
+#                                   (ARGS="-n 0": in one process)
 #   make bench [ARGS="--quick"]     first figures, through the HTTP server
 #   make venv | clean
 #
@@ -16,18 +17,22 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m
 ARGS ?=
+# One test worker a core; contiguous shares, so that what a module's tests set up is set up once.
+WORKERS := -n logical --maxprocesses 8 --dist worksteal
 
 PY := $(VENV)/bin/python -P
 SETUP_INPUTS := pyproject.toml setup.py constraints-cpu.txt tools/setup
 
 # Spinning OpenMP threads lose 5-20x where cores are shared.
 export OMP_WAIT_POLICY ?= PASSIVE
+# An environment that forbids compiled files makes every start, and every test worker, compile anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv serve demo test test-fast check bench soak clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,10s/^#//p' Makefile
+	@sed -n '3,11s/^#//p' Makefile
 
 venv: $(VENV)/.stamp-dev
 
@@ -46,10 +51,10 @@ demo: $(VENV)/.stamp-dev
 	@exec $(PY) tools/demo.py $(ARGS)
 
 test: $(VENV)/.stamp-dev
-	@exec $(PY) -m pytest $(ARGS)
+	@exec $(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: $(VENV)/.stamp-dev
-	@exec $(PY) -m pytest -m "not slow" $(ARGS)
+	@exec $(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 check: $(VENV)/.stamp-dev
 	@VENV="$(VENV)" exec tools/check $(ARGS)

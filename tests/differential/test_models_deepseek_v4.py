@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from statewise.kernels.select import select_backend
 from statewise.radix.need import needs_snapshot, trailing_pages
 from statewise.runtime.errors import ModelLoadError
+from statewise.runtime.models.inspection import inspect_model
 from statewise.runtime.models.tiny import TinySize
 from support.hybrid_driver import HybridDriver, Sequence, Span
 from support.native_kernels import needs_native
@@ -51,7 +54,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "two-streams": ({"hc_mult": 2, "hc_sinkhorn_iters": 3}, 8, 16),
     "low-limit": ({"swiglu_limit": 0.5, "routed_scaling_factor": 2.5}, 8, 16),
 }
-CHUNKINGS = [(1,), (3,), (7,), (16,), (64,), (5, 1, 1, 17, 2, 33, 1, 1, 1, 40, 3, 1)]
+FAST_VARIANTS = ("default", "windows-only", "dense-only", "ratios-2-6", "wide-window")
+CHUNKINGS = [(7,), (16,), (64,), (5, 1, 1, 17, 2, 33, 1, 1, 1, 40, 3, 1)]
+
+
+def slow(cases: Iterable[object]) -> list[object]:
+    """Parameters of tests that take more than two seconds."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def path_of(variant: str) -> Path:
@@ -69,7 +78,9 @@ def chunked(driver: HybridDriver, ids: torch.Tensor, sizes: tuple[int, ...]) -> 
     return torch.cat([driver.run(sequence, piece) for piece in pieces(ids, sizes)])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [*FAST_VARIANTS, *slow(v for v in VARIANTS if v not in FAST_VARIANTS)]
+)
 def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     ids = token_ids(LENGTH)
     expected = oracle_logits(path_of(variant), ids)
@@ -77,7 +88,7 @@ def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     assert_close(chunked(driver_of(variant), ids, (50, 1, 1, 1, 1, 13, 2, 29, 1)), expected)
 
 
-@pytest.mark.parametrize("sizes", CHUNKINGS)
+@pytest.mark.parametrize("sizes", [*slow([(1,), (3,)]), *CHUNKINGS])
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     length = LENGTH if min(sizes) > 2 else 90
     ids = token_ids(length, seed=1)
@@ -91,6 +102,7 @@ def test_float64_equals_transformers(sizes: tuple[int, ...]) -> None:
     assert_close(ours, oracle_logits(path_of("default"), ids, torch.float64), 1e-5)
 
 
+@pytest.mark.slow
 def test_the_published_ratios_and_config_equal_transformers() -> None:
     """4 / 128 / window 128, read from `compress_ratios` and the published rope entries."""
     path = tiny_model(
@@ -104,6 +116,7 @@ def test_the_published_ratios_and_config_equal_transformers() -> None:
     ids = token_ids(420)
     expected = oracle_logits(path, ids)
     published = published_config(path)
+    assert inspect_model(published).page_size == 128
     driver = HybridDriver(load_tiny(published, page_size=128), max_len=512)
     assert_close(chunked(driver, ids, (300, 1, 1, 1, 50, 1)), expected)
 
@@ -185,6 +198,16 @@ def test_a_page_that_splits_an_entry_is_a_load_error() -> None:
         load_tiny(path_of("default"), page_size=24)
 
 
+@pytest.mark.parametrize(
+    ("variant", "page_size"), [("default", 16), ("windows-only", 16), ("ratios-2-6", 18)]
+)
+def test_the_page_size_a_model_asks_for_holds_whole_entries(variant: str, page_size: int) -> None:
+    info = inspect_model(path_of(variant))
+    groups = load_tiny(path_of(variant), page_size=info.page_size).schema.groups
+    assert info.page_unit == math.lcm(*(group.ratio for group in groups))
+    assert info.page_size == page_size
+
+
 @needs_native
 @pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
 def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:
@@ -246,6 +269,7 @@ def test_resuming_after_any_suffix_length_equals_a_cold_run() -> None:
             driver.release(resumed)
 
 
+@pytest.mark.slow
 def test_what_a_snapshot_holds_depends_on_the_prefix_alone() -> None:
     """Working blocks after p tokens are the same however they came; unused slots are zero."""
     driver, ids = driver_of(dtype=torch.float64), token_ids(90, seed=7)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from statewise.kernels.select import BackendUnavailableError, select_backend
 from statewise.runtime.errors import ModelLoadError
@@ -90,6 +89,9 @@ def test_ignoring_the_sinks_changes_the_logits() -> None:
 
 
 def test_mxfp4_values_equal_transformers() -> None:
+    # The import takes seconds, which only who runs this should pay.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (3, 6, 4, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(110, 135, (3, 6, 4), dtype=torch.uint8, generator=generator)
@@ -114,6 +116,9 @@ def packed_checkpoint(source: Path, target: Path) -> None:
 def unpacked_checkpoint(source: Path, target: Path) -> None:
     """The same weights as plain matrices, by transformers' own conversion."""
     shutil.copytree(source, target)
+    # The import takes seconds, which only who runs this should pay.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     tensors = {n: torch.from_numpy(v) for n, v in load_file(target / "model.safetensors").items()}
     for name in [n.removesuffix("_blocks") for n in tensors if n.endswith("_blocks")]:
         blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")

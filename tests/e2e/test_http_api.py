@@ -6,13 +6,15 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from support.server_process import ServerProcess, echo_server
+
+if TYPE_CHECKING:
+    import openai  # takes seconds: imported where it is used
 
 STEP_S = 0.02
 
@@ -131,6 +133,8 @@ def test_a_client_that_hangs_up_is_aborted_within_a_second(server: ServerProcess
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -243,6 +247,8 @@ def test_openai_tool_calls_are_read_from_the_text(client: openai.OpenAI, stream:
 
 
 def test_openai_models_and_errors(client: openai.OpenAI) -> None:
+    import openai
+
     assert [m.id for m in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").id == "echo"
     with pytest.raises(openai.NotFoundError):

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from statewise.frontend.rpc_client import RpcClient
@@ -66,6 +65,8 @@ def test_batch_neighbours_and_seeds_change_nothing(server: ServerProcess) -> Non
 
 
 def test_openai_chat_streams_what_it_answers(server: ServerProcess) -> None:
+    import openai  # takes seconds
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
         arguments: Any = {
             "model": "tiny", "messages": [{"role": "user", "content": "Hello"}],
@@ -86,6 +87,8 @@ def test_grammars_hold_the_output(server: ServerProcess) -> None:
         "required": ["ok"],
         "additionalProperties": False,
     }
+    import openai  # takes seconds
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
         made = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=200,

@@ -32,7 +32,7 @@ WINDOW = 16
 VOCAB = 256
 # Layers and page size of the tiny models.
 SHAPES = {
-    "llama": (6, 8), "gemma3": (6, 8), "gpt-oss": (6, 8),
+    "llama": (2, 8), "gemma3": (3, 8), "gpt-oss": (3, 8),
     "deepseek-v4": (4, 16), "deepseek-v32": (3, 8), "qwen3-next": (4, 8),
 }  # fmt: skip
 
