@@ -102,7 +102,10 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     max_body_bytes: Annotated[int, _count("http", "largest request body, in bytes", 1024)] = 8 << 20
 
-    page_size: Annotated[int, _count("memory", "tokens per page of the cache", 1)] = 16
+    page_size: Annotated[
+        int,
+        _count("memory", "tokens per page of the cache; 0: 16, or what the model's layers need"),
+    ] = 0
     mem_fraction_static: Annotated[
         float, _share("memory", "share of the free memory that block pools take")
     ] = 0.25

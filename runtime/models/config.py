@@ -13,6 +13,7 @@ This module does not know any dialect of config.json (`hf_dialects` does) and co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from statewise.runtime.errors import ModelLoadError
 
 MAX_SIZE = 1 << 24  # of any size in a config: a damaged file must not ask for all memory
 MAX_LAYERS = 4096
+PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,16 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     weight_bytes: int  # on disk
     config: Any  # the architecture's own config (DenseConfig)
+
+    @property
+    def page_unit(self) -> int:
+        """A page holds a multiple of this many tokens: 1, unless entries stand for several."""
+        return int(getattr(self.config, "page_unit", 1))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page where nobody asked for another: about `PAGE_TOKENS`, whole entries."""
+        return self.page_unit * math.ceil(PAGE_TOKENS / self.page_unit)
 
 
 class Fields:

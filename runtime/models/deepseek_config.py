@@ -88,6 +88,12 @@ class DeepseekV4Config:
         """Number of layers."""
         return len(self.layers)
 
+    @property
+    def page_unit(self) -> int:
+        """A page holds whole entries of every kind of layer."""
+        ratios = {SPARSE: self.sparse_ratio, DENSE: self.dense_ratio}
+        return math.lcm(*(ratios.get(kind, 1) for kind in self.layers))
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Rope of a layer's queries, keys and entries."""
         return self.main_rope if self.layers[layer] == WINDOWED else self.compressed_rope

@@ -96,6 +96,7 @@ async def server_info(request: Request) -> Response:
     """Return settings (no secrets), the model, the state of processes and engine."""
     service = _service(request)
     stats = await service.broker.call(links.SCHEDULER, "stats", {})
+    model = service.info(links.SCHEDULER)
     assert service.supervisor is not None
     processes = {
         name: {"incarnation": p.incarnation, "ready": p.is_ready}
@@ -104,13 +105,14 @@ async def server_info(request: Request) -> Response:
     return JsonResponse(
         {
             **service.public_settings(),
+            **{name: model[name] for name in ("page_size",) if name in model},  # as chosen
             "version": __version__,
             "served_model_name": service.model_name,
             "status": service.state,
             "processes": processes,
             "num_restarts": service.supervisor.num_restarts,
             "num_open_at_server": service.broker.num_open,
-            "model": service.info(links.SCHEDULER),
+            "model": model,
             "internal_states": [stats],
         }
     )

@@ -347,7 +347,7 @@ def test_a_full_queue_refuses():
         ({"kv_cache_dtype": "int3"}, InvalidRequestError, "kv_cache_dtype"),
         ({"load_format": "gguf"}, ModelLoadError, "load-format"),
         ({"page_sise": 1}, InvalidRequestError, "'page_sise'; did you mean 'page_size'"),
-        ({"page_size": 0}, InvalidRequestError, "page_size"),
+        ({"page_size": -1}, InvalidRequestError, "page_size"),
     ],
 )
 def test_unusable_settings_are_named(settings, error, message):

@@ -107,4 +107,4 @@ def test_environment_values_are_typed() -> None:
 
 def test_checked_names_the_setting() -> None:
     with pytest.raises(InvalidRequestError, match="page_size"):
-        checked({"model_path": "m", "page_size": 0})
+        checked({"model_path": "m", "page_size": -1})
