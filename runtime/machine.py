@@ -6,7 +6,9 @@ torch, so that threads can be made passive before torch starts its own pool.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def available_memory_bytes() -> int:
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used))
     return free
+
+
+def return_free_memory() -> None:
+    """Give memory that was freed back to the system; the C library keeps it otherwise (glibc).
+
+    Worth it once, after a model was loaded: its files were read through many temporary objects.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def num_physical_cores() -> int:

@@ -76,8 +76,10 @@ class BuiltRuntime:
 
     def start_log(self, core: EngineCore) -> list[str]:
         """Return lines for a person: model, groups with bytes per token, pools, longest context."""
+        size = self.schema.page_size
+        pages = f"pages of {size} tokens" + ("" if self.args.page_size else " (chosen)")
         fits = f"longest context that fits: {core.max_sequence_len} tokens"
-        return [self.headline, *self.pools.lines, fits]
+        return [self.headline, pages, *self.pools.lines, fits]
 
     def core(self, clock: Clock) -> EngineCore:
         """Make an engine core over these parts; one core for one `BuiltRuntime`.
@@ -96,7 +98,7 @@ class BuiltRuntime:
         if self.args.calibrate:
             sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
             core.use_cost(calibrate(self.worker, self.schema, *sizes, clock))
-            _poison_again(self.worker)
+            self.worker.store.clear()
         return core
 
 
@@ -124,7 +126,7 @@ def build_runtime(
     options = LoadOptions(
         dtype=dtype,
         kv_dtype=kv_dtype,
-        page_size=args.page_size,
+        page_size=args.page_size or info.page_size,
         backend_layout_id=backend.layout_id,
         context_length=args.context_length,
         ops=ops,
@@ -204,20 +206,13 @@ def _grammar_cache(
 def warm_up(worker: ModelRunner, model: CausalLM) -> None:
     """Run one small prefill and one decode on blocks nobody owns yet, so that lazy set-up is done.
 
-    The blocks are poisoned again where the store was.
+    What the trials wrote is forgotten.
     """
     trials = Trials(worker, model.schema, tuple(pool.num_blocks for pool in worker.store.groups))
     if trials.room > WARM_UP_TOKENS:
         trials.run(0, WARM_UP_TOKENS)
         trials.run(WARM_UP_TOKENS, 1, decode=True)
-    _poison_again(worker)
-
-
-def _poison_again(worker: ModelRunner) -> None:
-    store = worker.store
-    if store.poison:
-        for group, pool in enumerate(store.groups):
-            store.fill_blocks(group, range(pool.num_blocks), float("nan"))
+    worker.store.clear()
 
 
 def _built(

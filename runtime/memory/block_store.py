@@ -34,8 +34,8 @@ from statewise.radix.schema import CacheSchema, StateGroupSpec
 HUGE_PAGE = 2 << 20
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, *, poison: bool = False) -> Tensor:
-    """Return a tensor on its own huge-page-aligned mapping: zeros, or NaN where `poison`."""
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
+    """Return a tensor of zeros on its own huge-page-aligned mapping, and the mapping."""
     size = prod(shape) * dtype.itemsize
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -44,10 +44,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, *, poison: bool = False
         # A kernel built without transparent huge pages refuses.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    tensor = base[offset : offset + size].view(dtype).view(shape)
-    if poison:
-        tensor.fill_(float("nan"))
-    return tensor
+    return base[offset : offset + size].view(dtype).view(shape), mapping
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,36 @@ class DeviceStore:
     ) -> None:
         self.schema = schema
         self.poison = poison
+        self._mappings: list[mmap.mmap] = []
         pools = []
         for spec, count in zip(schema.groups, num_blocks, strict=True):
             if spec.name not in geometries:
                 raise ValueError(f"group {spec.name!r} has no geometry")
             geometry = geometries[spec.name]
             shape = _block_shape(geometry, backend, count)
-            layers = tuple(allocate(shape, geometry.dtype, poison=poison) for _ in spec.layers)
+            layers = tuple(self._allocate(shape, geometry.dtype) for _ in spec.layers)
             pools.append(GroupPool(spec, geometry, count, layers))
         self.groups: tuple[GroupPool, ...] = tuple(pools)
+        if poison:
+            self.clear()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor, mapping = allocate(shape, dtype)
+        self._mappings.append(mapping)
+        return tensor
+
+    def clear(self) -> None:
+        """Forget what every block holds, as if nothing had ever been written.
+
+        The memory goes back to the system (Linux), or is poisoned under audit.
+        """
+        if self.poison:
+            for pool in self.groups:
+                for tensor in pool.layers:
+                    tensor.fill_(float("nan"))
+        elif hasattr(mmap, "MADV_DONTNEED"):
+            for mapping in self._mappings:
+                mapping.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, group: int, layer: int) -> Tensor:
         """Pool tensor that `layer` reads in `group`: its own, or its owner's; KeyError if none."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from statewise.runtime import events
 from statewise.runtime.clock import Clock, SystemClock
 from statewise.runtime.errors import InvalidRequestError, OperatingError
+from statewise.runtime.machine import return_free_memory
 from statewise.runtime.messages import (
     AbortRequest,
     AnyMessage,
@@ -39,7 +40,7 @@ from statewise.runtime.server import links
 from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
 
 MAX_EARLY_ABORTS = 65536
-QUIET_POLL_MS = 1
+STALLED_POLL_MS = 1
 BACKGROUND_POLL_MS = 50
 PROGRESS_INTERVAL_S = 2.0
 
@@ -67,6 +68,11 @@ class Engine(Protocol):
 
     def has_work(self) -> bool:
         """Whether `step` would do something."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step had nothing to run and nothing to say, though work is open."""
         ...
 
     def idle(self) -> bool:
@@ -135,10 +141,9 @@ class SchedulerLoop:
             self._take(message)
         self._poll_ms = IDLE_POLL_MS
         if self._engine.has_work():
-            deltas = self._engine.step()
-            self._deliver(deltas)
-            # A step without a token may be one that waits for a grammar: do not spin on it.
-            self._poll_ms = 0 if deltas else QUIET_POLL_MS
+            self._deliver(self._engine.step())
+            # What is open may wait for a grammar: do not spin on it.
+            self._poll_ms = STALLED_POLL_MS if self._engine.is_stalled else 0
             if not self._engine.has_work():
                 self._poll_ms = IDLE_POLL_MS
         elif self._engine.idle():
@@ -254,6 +259,7 @@ def start(child: Child) -> Callable[[], None]:
     started = clock.monotonic()
     built = build_runtime(child.args, LoadProgress(child, clock))
     core = built.core(clock)
+    return_free_memory()
     log.info("loaded in %.1f s", clock.monotonic() - started)
     child.announce({**built.info(core), "lines": built.start_log(core)})
     return SchedulerLoop(child, core).run

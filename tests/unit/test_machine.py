@@ -38,3 +38,15 @@ def test_passive_waiting_does_not_overrule_the_environment(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     machine.wait_passively()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_freed_memory_goes_back_to_the_system():
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    kept = [bytearray(1000) for _ in range(100_000)]  # too small for mappings of their own
+    last, full = bytearray(1000), resident()
+    del kept
+    machine.return_free_memory()
+    assert resident() < full - (50 << 20)
+    assert len(last) == 1000

@@ -17,14 +17,24 @@ def store(dtype: torch.dtype = torch.float32, *, poison: bool = False) -> Device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_allocation_is_aligned_writable_and_poisoned_on_request(dtype):
-    clean = allocate((3, 2, 5), dtype)
+def test_allocation_is_aligned_and_writable(dtype):
+    clean, _mapping = allocate((3, 2, 5), dtype)
     assert clean.shape == (3, 2, 5)
     assert clean.data_ptr() % HUGE_PAGE == 0
     assert (clean == 0).all()
     clean[1] = 2
     assert clean.sum() == 20
-    assert torch.isnan(allocate((3, 2, 5), dtype, poison=True)).all()
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_cleared_store_is_as_new(poison):
+    s = store(poison=poison)
+    tensors = [t for pool in s.groups for t in pool.layers]
+    for _ in range(2):
+        assert all((t.isnan() if poison else t == 0).all() for t in tensors)
+        for t in tensors:
+            t.fill_(7.0)
+        s.clear()
 
 
 def test_pools_have_one_tensor_per_owning_layer():
