@@ -5,6 +5,7 @@
     |   +-- InvalidRequestError       400: the request can never be served as written
     |   |   +-- PromptTooLongError        longer than the context or than any pool
     |   |   +-- BodyTooLargeError         413: the body exceeds the server's limit
+    |   |   +-- BodyTimeoutError          408: the body did not come in time
     |   |   +-- UnauthorizedError         401: the key is missing or wrong
     |   +-- RefusedError              503: not now (starting, draining, queue full); retry later
     |   +-- AbortedError              the client or an operator ended the request
@@ -49,6 +50,13 @@ class BodyTooLargeError(InvalidRequestError):
 
     code = "body_too_large"
     http_status = 413
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """A request's body was not sent in time."""
+
+    code = "request_timeout"
+    http_status = 408
 
 
 class UnauthorizedError(InvalidRequestError):

@@ -28,6 +28,7 @@ from statewise.runtime.errors import OperatingError
 from statewise.runtime.server import arguments, links, logs
 from statewise.runtime.server.broker import Broker
 from statewise.runtime.server.http.app import make_app
+from statewise.runtime.server.http.protocol import BoundedHttpProtocol
 from statewise.runtime.server.metrics import Metrics
 from statewise.runtime.server.parent import ParentWatch
 from statewise.runtime.server.rpc import RpcEndpoint, check_rpc_settings
@@ -112,7 +113,7 @@ class Server:
                 self._rpc.start()
             self._supervisor.start()
             watch = asyncio.create_task(self._supervisor.watch())
-            await self._until_ended(http_task)
+            await self._until_ended(http_task, watch)
         finally:
             await self._drain()
             http.should_exit = True
@@ -141,14 +142,14 @@ class Server:
         self._num_signals += 1
         self._stop_asked.set()
 
-    async def _until_ended(self, http_task: asyncio.Task[None]) -> None:
-        """Wait for a signal, for the supervisor to give up, or for the HTTP server to end."""
+    async def _until_ended(self, *tasks: asyncio.Task[None]) -> None:
+        """Wait for a signal, for the supervisor to give up, or for the end of one of `tasks`."""
         stop = asyncio.create_task(self._stop_asked.wait())
         ended = asyncio.create_task(self._service.ended.wait())
         serving = asyncio.create_task(self._service.serving.wait())
         serving.add_done_callback(lambda task: None if task.cancelled() else self._say_ready())
         try:
-            await asyncio.wait({stop, ended, http_task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stop, ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (stop, ended, serving):
                 task.cancel()
@@ -203,7 +204,7 @@ class _Http(uvicorn.Server):
 def _make_http(service: Service) -> uvicorn.Server:
     config = uvicorn.Config(
         make_app(service),
-        http="httptools",
+        http=BoundedHttpProtocol,
         ws="none",
         loop="none",
         lifespan="off",

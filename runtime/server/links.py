@@ -6,8 +6,9 @@ replaced it: the sender drops the old connection with everything unsent (`Outbox
 
     <directory, mode 0700>/server.0  tokenizer.0  scheduler.0  detokenizer.0  detokenizer.1 ...
 
-Frames hold several messages (messages.encode_batch). High water marks are off: what is in flight
-is bounded by admission at the server, and a blocked sender would stall every request.
+Frames hold several messages (messages.encode_batch), as many as an inbox takes. High water marks
+are off: what is in flight is bounded by admission at the server, and a blocked sender would stall
+every request.
 
 This module does not know what messages mean, nor who should be running.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import zmq
 
+from statewise.runtime.errors import OperatingError
 from statewise.runtime.messages import MAX_MESSAGE_BYTES, AnyMessage, decode_batch, encode_batch
 
 SERVER = "server"
@@ -51,13 +53,16 @@ class SocketDirectory:
     """
 
     def __init__(self) -> None:
-        base = _base_directory()
-        _remove_abandoned(base)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        new = self.path / "new"
-        self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # nobody sees the lock's file before the lock is held
+        """Make the directory. Raises OperatingError that says what to do where that fails."""
+        try:
+            base = _base_directory()
+            _remove_abandoned(base)
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock = _locked(self.path)
+        except OSError as error:
+            raise OperatingError(
+                f"no directory for sockets: {error}; free space, or set TMPDIR elsewhere"
+            ) from error
 
     def address(self, process: str, incarnation: int) -> str:
         """Where the inbox of one incarnation of a process is."""
@@ -69,6 +74,15 @@ class SocketDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _locked(directory: Path) -> int:
+    """Lock a new directory's lock file; nobody sees it before the lock is held."""
+    new = directory / "new"
+    lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(directory / _LOCK)
+    return lock
 
 
 def _remove_abandoned(base: str) -> None:
@@ -96,7 +110,10 @@ def _base_directory() -> str:
 
 
 class Inbox:
-    """The socket on which a process receives. `fd` becomes readable when its state changes."""
+    """The socket on which a process receives. `fd` becomes readable when its state changes.
+
+    Making one raises OperatingError where the socket's file cannot be made.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.address = address
@@ -104,7 +121,11 @@ class Inbox:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OperatingError(f"cannot listen at {address}: {error}") from error
 
     @property
     def fd(self) -> int:
@@ -148,9 +169,22 @@ class Outbox:
         return socket
 
     def send(self, messages: Sequence[AnyMessage]) -> None:
-        """Send `messages` as one frame, in order; never blocks."""
-        if messages:
-            self._socket.send(encode_batch(messages), zmq.NOBLOCK)
+        """Send `messages` in order, as one frame if they fit; never blocks.
+
+        A frame beyond what an inbox takes would cost the connection and all that is in it, so
+        large batches are cut. Where a single message is too large, that is a programmer error:
+        what a request may ask for is bounded where it enters.
+        """
+        if not messages:
+            return
+        frame = encode_batch(messages)
+        if len(frame) <= MAX_MESSAGE_BYTES:
+            self._socket.send(frame, zmq.NOBLOCK)
+            return
+        assert len(messages) > 1, f"one {type(messages[0]).__name__} of {len(frame)} bytes"
+        middle = len(messages) // 2
+        self.send(messages[:middle])
+        self.send(messages[middle:])
 
     def reconnect(self, address: str) -> None:
         """Send to another address from now on; what is unsent is dropped."""

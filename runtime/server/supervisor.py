@@ -126,6 +126,15 @@ class Supervisor:
             self._launch(process)
 
     def _launch(self, process: Process) -> None:
+        """Start one process. Where the system does not allow it, the server gives up."""
+        if self.state is ServerState.FAILED:
+            return
+        try:
+            self._spawn(process)
+        except OSError as error:
+            self._fail(f"the {process.name} process cannot be started: {error}")
+
+    def _spawn(self, process: Process) -> None:
         spec = ChildSpec(
             process=process.name,
             incarnation=process.incarnation,

@@ -7,17 +7,19 @@ a bound), so that it gets to read the answer instead of a reset connection.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from statewise.runtime.errors import BodyTooLargeError, InvalidRequestError
+from statewise.runtime.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestError
 
 T = TypeVar("T")
 
 MAX_DISCARDED_BYTES = 64 << 20
+BODY_TIMEOUT_S = 300.0
 
 
 class JsonResponse(Response):
@@ -27,11 +29,27 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """Encode `content`."""
-        return msgspec.json.encode(content)
+        return encode_json(content)
+
+
+def encode_json(content: Any) -> bytes:
+    """Encode `content` as JSON."""
+    return msgspec.json.encode(content)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Return the whole body. Raises BodyTooLargeError beyond `limit_bytes`."""
+    """Return the whole body.
+
+    Raises BodyTooLargeError beyond `limit_bytes`, and BodyTimeoutError where it takes too long.
+    """
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_body(request, limit_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body was not sent within {BODY_TIMEOUT_S:g} s") from None
+
+
+async def _read_body(request: Request, limit_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

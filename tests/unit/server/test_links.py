@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from statewise.runtime.errors import OperatingError
 from statewise.runtime.messages import AbortRequest, ControlRequest
 from statewise.runtime.server import links
 
@@ -24,6 +25,26 @@ def directory() -> Iterator[links.SocketDirectory]:
     directory = links.SocketDirectory()
     yield directory
     directory.remove()
+
+
+def test_a_batch_that_no_inbox_would_take_is_cut(
+    context: zmq.Context[zmq.Socket[bytes]],
+    directory: links.SocketDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "MAX_MESSAGE_BYTES", 4096)
+    address = directory.address("tokenizer", 0)
+    inbox, outbox = links.Inbox(context, address), links.Outbox(context, address)
+    messages = [AbortRequest(str(i), "x" * (i * 37 % 3000)) for i in range(40)]
+    outbox.send(messages)
+    seen: list[object] = []
+    while len(seen) < len(messages) and (more := inbox.receive(2000)):
+        seen += more
+    assert seen == messages
+    with pytest.raises(AssertionError, match="one AbortRequest of 4"):
+        outbox.send([AbortRequest("big", "x" * 4096)])
+    outbox.close()
+    inbox.close()
 
 
 def test_frames_keep_their_order_and_messages(
@@ -88,3 +109,21 @@ def test_a_deep_temporary_directory_still_has_room_for_sockets(
 ) -> None:
     monkeypatch.setattr(links.tempfile, "tempdir", str(tmp_path / ("d" * 90)))
     assert links._base_directory() == "/tmp"
+
+
+def test_a_directory_that_cannot_be_made_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(links.tempfile, "mkdtemp", full)
+    with pytest.raises(OperatingError, match=r"No space left on device.*TMPDIR"):
+        links.SocketDirectory()
+
+
+def test_an_inbox_that_cannot_be_bound_names_its_address(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    with pytest.raises(OperatingError, match="absent/socket"):
+        links.Inbox(context, f"ipc://{tmp_path}/absent/socket")

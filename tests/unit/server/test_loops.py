@@ -27,7 +27,7 @@ from statewise.runtime.messages import (
 from statewise.runtime.sampling_params import SamplingParams
 from statewise.runtime.server.child import Child
 from statewise.runtime.server.detokenizer_process import DetokenizerLoop
-from statewise.runtime.server.scheduler_process import SchedulerLoop
+from statewise.runtime.server.scheduler_process import STALLED_POLL_MS, SchedulerLoop
 from statewise.runtime.server.tokenizer_process import TokenizerLoop
 from support.byte_vocab import ByteVocabulary
 from support.echo import ByteTokenizer, EchoEngine
@@ -84,6 +84,17 @@ def test_scheduler_runs_requests_and_sleeps_only_when_idle(child: FakeChild) -> 
     assert tokens == [(97,), (98,)]
     assert ends(child.sent["detokenizer"]) == [("a", "length")]
     assert [t > 0 for t in child.timeouts] == [True, True, False, True]
+
+
+def test_scheduler_waits_a_little_where_open_work_is_stalled(child: FakeChild) -> None:
+    engine = EchoEngine()
+    loop = SchedulerLoop(cast(Child, child), engine)
+    child.arriving = [tokenized("a", max_new_tokens=9)]
+    loop.turn()
+    engine.is_stalled = True
+    loop.turn()
+    loop.turn()
+    assert child.timeouts[1:] == [0, STALLED_POLL_MS]
 
 
 def test_scheduler_an_abort_that_outran_its_request_still_ends_it(child: FakeChild) -> None:

@@ -232,3 +232,29 @@ def test_stop_ends_all(world: World) -> None:
     assert all(popen.signals == ["term"] for popen in FakePopen.started)
     assert world.supervisor.state is ServerState.STOPPED
     assert world.log.died == []
+
+
+def no_more_processes(*_args: Any, **_kwargs: Any) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ready()
+    monkeypatch.setattr(subprocess, "Popen", no_more_processes)
+    world.die(links.SCHEDULER)
+    assert world.log.states[-1] is ServerState.FAILED
+    assert "scheduler process cannot be started" in world.supervisor.failure
+    assert "temporarily unavailable" in world.supervisor.failure
+    asyncio.run(world.supervisor.stop())
+
+
+def test_a_server_whose_directory_is_gone_says_so(world: World) -> None:
+    world.directory.remove()
+    supervisor = Supervisor(ServerArgs(model_path="m"), world.directory, world.clock, world.log)
+    supervisor.start()
+    assert supervisor.state is ServerState.FAILED
+    assert "tokenizer process cannot be started" in supervisor.failure
+    asyncio.run(supervisor.watch())
+    asyncio.run(supervisor.stop())
