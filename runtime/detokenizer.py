@@ -7,7 +7,8 @@
 
 The scheduler works on token ids and runs ahead; what it generates after a stop is swallowed here.
 Tokens are taken one by one, so the final text and token count do not depend on how they were cut
-into deltas. Stops are looked for in the text after the first `min_new_tokens` tokens.
+into deltas. Stops are looked for in the text after the first `min_new_tokens` tokens. Of a request
+that does not stream, what follows the first delta is held and shown in few large ones.
 
 This module has no sockets and no threads, and does not know a tokenizer's kind.
 """
@@ -28,6 +29,8 @@ from statewise.runtime.messages import (
 )
 from statewise.runtime.sampling_params import SamplingParams
 from statewise.runtime.stop_text import StopFinder, StopMatch
+
+MAX_HELD_TOKENS = 256  # of a request that does not stream: bounds the size of one delta
 
 
 class TextDecoder(Protocol):
@@ -57,10 +60,14 @@ class TextVocabulary(Protocol):
 class _Output:
     """One request's text so far: shown up to `_shown`, the rest held back in `_held`."""
 
-    def __init__(self, sampling: SamplingParams, decoder: TextDecoder | None) -> None:
+    def __init__(
+        self, sampling: SamplingParams, decoder: TextDecoder | None, *, stream: bool
+    ) -> None:
         self.sampling = sampling
+        self.stream = stream
         self.num_tokens = 0
         self.match: StopMatch | None = None
+        self.waiting: list[TextDelta] = []  # made, not sent: more will come before the end
         self._decoder = decoder
         self._finder = StopFinder(sampling.stop, sampling.stop_regex)
         self._shown = 0  # characters of the finder's text that were shown
@@ -131,26 +138,36 @@ class DetokenizerCore:
         dropped, except a terminal one, which always passes.
         """
         if delta.sampling is not None and delta.rid not in self._outputs:
-            self._outputs[delta.rid] = self._open(delta.sampling)
+            self._outputs[delta.rid] = self._open(delta.sampling, delta.stream)
         output = self._outputs.get(delta.rid)
         if output is None:
             return ([_terminal_only(delta)] if delta.finish is not None else []), []
         if delta.finish is not None:
             del self._outputs[delta.rid]
-            return [self._last(output, delta)], []
+            return [_merged([*output.waiting, self._last(output, delta)])], []
         if output.is_stopped():
             return [], []
         text, count = _advance(output, delta.token_ids)
         stops = []
         if output.match is not None:
             stops.append(StopMatched(delta.rid, output.match.text, output.num_tokens))
-        shown = self._shown(output, delta, text, count)
-        has_news = shown.text or shown.token_ids or shown.prompt_logprobs
-        return ([shown] if has_news else []), stops
+        return self._due(output, self._shown(output, delta, text, count)), stops
 
-    def _open(self, sampling: SamplingParams) -> _Output:
-        vocabulary = self._vocabulary
-        return _Output(sampling, None if vocabulary is None else vocabulary.decoder(sampling))
+    def _open(self, sampling: SamplingParams, stream: bool) -> _Output:
+        decoder = None if self._vocabulary is None else self._vocabulary.decoder(sampling)
+        return _Output(sampling, decoder, stream=stream)
+
+    def _due(self, output: _Output, shown: TextDelta) -> list[TextDelta]:
+        """What to send now: all news of a stream; else the first, and what is too much to hold."""
+        if not (shown.text or shown.token_ids or shown.prompt_logprobs):
+            return []
+        output.waiting.append(shown)
+        num_held = sum(len(delta.token_ids) for delta in output.waiting)
+        is_first = num_held == output.num_tokens
+        if not output.stream and not is_first and num_held < MAX_HELD_TOKENS:
+            return []
+        out, output.waiting = output.waiting, []
+        return [_merged(out)]
 
     def _last(self, output: _Output, delta: TokenDelta) -> TextDelta:
         """Build the terminal delta: the rest of the text, and why the request ended."""
@@ -208,6 +225,22 @@ def _advance(output: _Output, token_ids: tuple[int, ...]) -> tuple[str, int]:
 def _ends_with_hidden_token(sampling: SamplingParams, finish: FinishReason) -> bool:
     """Whether the last token is a stop id, which is counted and not shown."""
     return finish.kind == "stop" and isinstance(finish.matched, int) and not sampling.no_stop_trim
+
+
+def _merged(deltas: list[TextDelta]) -> TextDelta:
+    """Make one delta of several of one request, in order."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return msgspec.structs.replace(
+        last,
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(i for d in deltas for i in d.token_ids),
+        logprobs=tuple(e for d in deltas for e in d.logprobs),
+        prompt_logprobs=tuple(e for d in deltas for e in d.prompt_logprobs),
+        report=last.report or next((d.report for d in deltas if d.report), None),
+        token_texts=tuple({pair: None for d in deltas for pair in d.token_texts}),
+    )
 
 
 def _terminal_only(delta: TokenDelta) -> TextDelta:

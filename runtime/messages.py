@@ -137,8 +137,9 @@ class LogprobEntry(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(Message, frozen=True):
     """New tokens of one request. `finish` set: the last message of this request.
 
-    `sampling` is set in a request's first delta only: how the detokenizer turns ids into text
-    (stop strings, special tokens) travels with the ids, so that no second route can be late.
+    `sampling` and `stream` are set in a request's first delta only: how the detokenizer turns ids
+    into text (stop strings, special tokens), and whether text is wanted before the end, travel with
+    the ids, so that no second route can be late.
     """
 
     rid: str
@@ -149,6 +150,7 @@ class TokenDelta(Message, frozen=True):
     usage: Usage = Usage()
     report: CacheReport | None = None
     sampling: SamplingParams | None = None
+    stream: bool = True
 
 
 class TextDelta(Message, frozen=True):

@@ -35,11 +35,11 @@ import wire
 REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE_EVERY_S = 5.0
 WARM_UP_SHARE = 0.3  # of the run; growth before it is warming up, not leaking
-NUM_PREFIXES = 6
+MAX_NEW_TOKENS = 100
 MAX_RSS_GROWTH = 0.05  # of resident memory after warm-up, over the rest of the run
 MAX_RSS_GROWTH_BYTES = 64 << 20
 REQUEST_TIMEOUT_S = 600.0
-PAGE_TOKENS = 16
+MAX_SPECIAL_IDS = 300  # at either end of a vocabulary: most of them mean something special
 # Room for about eight long prompts: eviction and preemption happen all the time.
 SMALL_POOLS = ("--max-total-tokens", "16384")
 
@@ -81,9 +81,10 @@ class Prompts:
         self._prefixes = [self.ids(min(n, max_len // 2)) for n in lengths]
 
     def ids(self, length: int) -> list[int]:
-        """Return random token ids; those of special tokens, at the ends, are left out."""
-        top = self._vocab_size - 300
-        return [self._random.randrange(300, top) for _ in range(length)]
+        """Return random token ids; the ends of the vocabulary, at most a quarter, are left out."""
+        margin = min(MAX_SPECIAL_IDS, self._vocab_size // 4)
+        low, high = margin, self._vocab_size - margin
+        return [self._random.randrange(low, high) for _ in range(length)]
 
     def next(self, chance: random.Random) -> list[int]:
         """Return a prompt: usually a shared prefix, or part of one, with a tail."""
@@ -126,7 +127,7 @@ class Client:
     def _payload(self, *, stream: bool) -> dict[str, Any]:
         self._num_asked += 1
         sampling: dict[str, Any] = {
-            "max_new_tokens": self._chance.choice((1, 4, 16, 48, 100)),
+            "max_new_tokens": self._chance.choice((1, 4, 16, 48, MAX_NEW_TOKENS)),
             "temperature": self._chance.choice((0.0, 0.0, 0.8, 1.2)),
             "ignore_eos": self._chance.random() < 0.5,
         }
@@ -299,9 +300,10 @@ def leak_problems(samples: list[Sample]) -> list[str]:
 
 async def fill_pools(server: serving.Server, prompts: Prompts, length: int) -> None:
     """Ask new prompts until every pool has run full, so that all of its memory is resident."""
-    pools = pools_of(await server.info())
+    info = await server.info()
+    pools, page_tokens = pools_of(info), _find(info, "page_size")
     largest = max(sum(counts.values()) for counts in pools.values())
-    for _ in range(2 * largest * PAGE_TOKENS // length + 1):
+    for _ in range(2 * largest * page_tokens // length + 1):
         if not any(counts["free"] for counts in pools.values()):
             break
         payload = {"input_ids": prompts.ids(length), "sampling_params": {"max_new_tokens": 1}}
@@ -325,9 +327,11 @@ async def quiesce(server: serving.Server) -> dict[str, Any]:
 async def soak(server: serving.Server, args: argparse.Namespace) -> dict[str, Any]:
     """Run the load and return the result."""
     tally = Tally()
-    prompts = Prompts(args.vocab_size, args.max_prompt_len, args.seed)
+    info = await server.info()
+    longest = min(args.max_prompt_len, _find(info, "max_sequence_len") - MAX_NEW_TOKENS)
+    prompts = Prompts(_find(info, "vocab_size"), longest, args.seed)
     print("filling the pools", flush=True)
-    await fill_pools(server, prompts, args.max_prompt_len)
+    await fill_pools(server, prompts, longest)
     pools_before = pools_of(await server.info())
     until = time.monotonic() + args.minutes * 60
     clients = [Client(i, server.address, prompts, tally) for i in range(args.clients)]
@@ -361,7 +365,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vocab-size", type=int, default=49_152)
     parser.add_argument("--max-prompt-len", type=int, default=2048)
     parser.add_argument(
         "--exact", action="store_true",

@@ -55,6 +55,10 @@ from statewise.runtime.scheduler.scheduler import Scheduler, SchedulerConfig
 
 Int32 = NDArray[np.int32]
 
+# Tokens between two deltas of a request whose reader waits for the end: few messages, and still no
+# heap of text to make at once.
+QUIET_INTERVAL = 32
+
 
 class GrammarCompiler(Protocol):
     """Compiles grammars beside the loop."""
@@ -135,6 +139,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._outbox: list[TokenDelta] = []
         self._num_added = 0
+        self.is_stalled = False  # the last step had nothing to run and nothing to say
         self.weights_epoch = 0
         self.weight_version = args.weight_version
 
@@ -189,7 +194,14 @@ class EngineCore:
             max_new_tokens=min(message.sampling.max_new_tokens, room),
             seed=self._seed(message),
             arrival=self.clock.monotonic(),
+            send_interval=self._send_interval(message),
         )
+
+    def _send_interval(self, message: TokenizedRequest) -> int:
+        """Tokens between two deltas; a stop in the text must be looked for in every token."""
+        if message.sampling.stop or message.sampling.stop_regex:
+            return 1
+        return self.args.stream_interval if message.stream else QUIET_INTERVAL
 
     def _too_long(self, length: int) -> str:
         if self.max_sequence_len < self.limits.max_context_len:
@@ -245,14 +257,14 @@ class EngineCore:
         self._emit(request, reason)
 
     def _emit(self, request: Request, finish: FinishReason | None) -> None:
-        """Queue what is new about `request` for the detokenizer."""
+        """Queue what is new about `request` for the detokenizer, if it is due."""
+        if finish is None and not request.is_due:
+            return
         token_ids = tuple(request.output_ids[request.num_sent :])
         prompt_logprobs: tuple[LogprobEntry, ...] = ()
         if request.prompt_logprobs_done and request.prompt_logprobs:
             prompt_logprobs = tuple(request.prompt_logprobs)
             request.prompt_logprobs.clear()
-        if not token_ids and not prompt_logprobs and finish is None:
-            return
         first = not request.announced
         request.announced = True
         self._outbox.append(
@@ -265,6 +277,7 @@ class EngineCore:
                 usage=request.usage(self.weight_version),
                 report=request.report if finish is not None or first else None,
                 sampling=request.message.sampling if first else None,
+                stream=request.message.stream,
             )
         )
         request.num_sent = len(request.output_ids)
@@ -308,6 +321,7 @@ class EngineCore:
             if self.args.audit:
                 self.audit()
         out, self._outbox = self._outbox, []
+        self.is_stalled = batch is None and not out
         return out
 
     def _run(self, batch: ScheduledBatch) -> None:

@@ -27,7 +27,7 @@ from statewise.runtime.messages import FinishReason, TextDelta, TokenDelta, Toke
 T = TypeVar("T")
 Sink = Callable[[TextDelta], None]
 
-QUIET_POLL_S = 0.001  # while work is open but a step gave nothing (a grammar compiles)
+STALLED_POLL_S = 0.001  # while work is open that cannot run (a grammar compiles)
 IDLE_POLL_S = 0.05  # while there is background work only
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class EngineLoop:
         self._detokenizer = detokenizer
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}  # touched by the loop thread only
-        self._is_quiet = False  # the last step gave nothing
         self._state = threading.Lock()  # orders commands against the end of the loop
         self._ended = ""  # why no more commands are taken
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -125,7 +124,7 @@ class EngineLoop:
         """Do what was asked; waits while there is nothing else to do. False: time to end."""
         wait: float | None = None
         if self._core.has_work():
-            wait = QUIET_POLL_S if self._is_quiet else 0.0
+            wait = STALLED_POLL_S if self._core.is_stalled else 0.0
         elif self._commands.empty() and self._core.idle():
             wait = IDLE_POLL_S
         while True:
@@ -139,7 +138,6 @@ class EngineLoop:
             wait = 0.0
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
-        self._is_quiet = not deltas
         for delta in deltas:
             texts, stops = self._detokenizer.feed(delta)
             for text in texts:

@@ -61,7 +61,13 @@ class Request:
     """Mutable; owned by the scheduler."""
 
     def __init__(
-        self, message: TokenizedRequest, *, max_new_tokens: int, seed: int, arrival: float
+        self,
+        message: TokenizedRequest,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        arrival: float,
+        send_interval: int = 1,
     ) -> None:
         prompt = unpack_ids(message.input_ids)
         self.message = message
@@ -93,6 +99,7 @@ class Request:
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""
         self.delayed_by = ""  # its first word, while it waits
+        self.send_interval = send_interval  # output tokens between two deltas
         self.num_sent = 0  # output tokens already sent
         self.announced = False  # a delta has been sent
         self.last_token_at = -1.0
@@ -126,6 +133,13 @@ class Request:
     def expected_output_len(self) -> int:
         """Output tokens that may still come."""
         return self.max_new_tokens - len(self.output_ids)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a delta should go out now: the first token at once, then every interval's."""
+        num_new = len(self.output_ids) - self.num_sent
+        has_prompt_logprobs = self.prompt_logprobs_done and bool(self.prompt_logprobs)
+        return has_prompt_logprobs or num_new >= (self.send_interval if self.announced else 1)
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""

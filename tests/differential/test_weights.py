@@ -62,7 +62,7 @@ class Client:
 
     def add(self, rid: str, prompt: list[int], max_new: int) -> None:
         params = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True)
-        self.core.add_request(TokenizedRequest(rid, pack_ids(prompt), params))
+        self.core.add_request(TokenizedRequest(rid, pack_ids(prompt), params, stream=True))
 
     def step(self) -> None:
         for delta in self.core.step():

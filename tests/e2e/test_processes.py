@@ -201,6 +201,7 @@ with echo_server() as server:
 """
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_the_process_it_was_told_to_watch(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-P", "-c", LAUNCHER]

@@ -178,7 +178,7 @@ def test_a_client_in_another_language_can_be_written(server: ServerProcess) -> N
         reply = decode(socket.recv())
         assert isinstance(reply, ControlReply)
         assert "not for clients" in reply.error
-        request = GenerateRequest("r", SamplingParams(max_new_tokens=3000), text="x")
+        request = GenerateRequest("r", SamplingParams(max_new_tokens=3000), "x", stream=True)
         socket.send(encode(request))
         socket.send(encode(request))
         seen = [decode(socket.recv()) for _ in range(5)]

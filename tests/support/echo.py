@@ -62,6 +62,7 @@ class EchoEngine:
         self._open: dict[str, tuple[TokenizedRequest, list[int], list[int]]] = {}
         self._outbox: list[TokenDelta] = []
         self.num_flushes = 0
+        self.is_stalled = False
 
     def add_request(self, request: TokenizedRequest) -> None:
         prompt = unpack_ids(request.input_ids).tolist()
@@ -132,6 +133,7 @@ class EchoEngine:
                 finish,
                 Usage(len(prompt), len(output)),
                 sampling=request.sampling if len(output) == 1 else None,
+                stream=request.stream,
             )
         )
         if finish is not None:

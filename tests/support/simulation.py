@@ -263,6 +263,8 @@ class Simulation:
                 SamplingParams(max_new_tokens=max_new, temperature=0.0),
                 cache=CacheOptions(salt=salt, checkpoint=marked),
                 priority=priority,
+                # With new weights the oracle must know which tokens the old ones had made.
+                stream="weight_updates" in operations or len(self.clients) % 2 == 0,
             )
         )
         if not client.expects_error:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statewise.runtime.detokenizer import DetokenizerCore
+from statewise.runtime.detokenizer import MAX_HELD_TOKENS, DetokenizerCore
 from statewise.runtime.messages import (
     CacheReport,
     FinishReason,
@@ -30,7 +30,12 @@ def entry(token_id: int) -> LogprobEntry:
 
 
 def deltas(
-    ids: list[int], sampling: SamplingParams, cuts: list[int], finish: FinishReason = LENGTH
+    ids: list[int],
+    sampling: SamplingParams,
+    cuts: list[int],
+    finish: FinishReason = LENGTH,
+    *,
+    stream: bool = True,
 ) -> list[TokenDelta]:
     """The output cut at `cuts`; only the first delta opens, only the last ends."""
     points = [0, *sorted(min(c, len(ids)) for c in cuts), len(ids)]
@@ -46,6 +51,7 @@ def deltas(
                 usage=Usage(prompt_tokens=5, completion_tokens=high),
                 report=CacheReport(prompt=5) if last else None,
                 sampling=sampling if i == 0 else None,
+                stream=stream,
             )
         )
     return out
@@ -108,12 +114,14 @@ WORDS = st.lists(
     stop=st.lists(st.sampled_from(["stop", "##", "ab\n", "é", "日本a", "b"]), max_size=3),
     no_stop_trim=st.booleans(),
     ends_with_eos=st.booleans(),
+    stream=st.booleans(),
 )
-def test_any_cut_gives_the_reference_text(text, cuts, stop, no_stop_trim, ends_with_eos):
+def test_any_cut_gives_the_reference_text(text, cuts, stop, no_stop_trim, ends_with_eos, stream):
     sampling = SamplingParams(stop=tuple(stop), no_stop_trim=no_stop_trim)
     ids = list(text.encode()) + ([EOS] if ends_with_eos else [])
     finish = FinishReason("stop", EOS) if ends_with_eos else LENGTH
-    texts, stops = run(deltas(ids, sampling, cuts, finish))
+    texts, stops = run(deltas(ids, sampling, cuts, finish, stream=stream))
+    assert stream or len(texts) <= 2
     expected_text, expected_count, expected_finish = reference(ids, sampling, finish)
     shown, shown_ids = joined(texts)
     assert shown == expected_text
@@ -135,6 +143,29 @@ def test_min_new_tokens_delays_stops():
     for cuts in ([], [3], [1, 2, 3, 9, 13]):
         texts, _ = run(deltas(ids, sampling, cuts))
         assert joined(texts) == ("stop and ", list(b"stop and stop"))
+
+
+def test_what_is_not_streamed_comes_in_few_deltas_of_bounded_size():
+    ids = list(b"x" * 1000)
+    for cuts, sizes in (
+        ([*range(1, 1000)], [1, MAX_HELD_TOKENS, MAX_HELD_TOKENS, MAX_HELD_TOKENS, 231]),
+        ([700], [700, 300]),
+        ([], [1000]),
+    ):
+        texts, _ = run(deltas(ids, SamplingParams(), cuts, stream=False))
+        assert [len(t.token_ids) for t in texts] == sizes
+        assert joined(texts) == ("x" * 1000, ids)
+        assert all(dict(t.token_texts)[ord("x")] == "x" for t in texts)
+
+
+def test_a_stop_is_reported_at_once_where_text_is_held():
+    core = DetokenizerCore(ByteVocabulary())
+    core.feed(TokenDelta("r", tuple(b"o"), sampling=SamplingParams(stop=("END",)), stream=False))
+    assert core.feed(TokenDelta("r", tuple(b"ne E"))) == ([], [])
+    assert core.feed(TokenDelta("r", tuple(b"ND x"))) == ([], [StopMatched("r", "END", 7)])
+    (end,), stops = core.feed(TokenDelta("r", tuple(b"!"), finish=LENGTH, usage=Usage(3, 9)))
+    assert (end.text, end.token_ids, stops) == ("ne ", tuple(b"ne END"), [])
+    assert (end.finish, end.usage) == (FinishReason("stop", "END"), Usage(3, 7))
 
 
 def test_a_streamed_stop_is_reported_once_and_the_rest_swallowed():

@@ -54,6 +54,15 @@ def test_counts_are_found_wherever_they_are() -> None:
         soak.pools_of({"model": "m"})
 
 
+@pytest.mark.parametrize("vocab_size", [4, 259, 600, 49_152])
+def test_prompts_fit_any_vocabulary(vocab_size: int) -> None:
+    ids = soak.Prompts(vocab_size, max_len=400, seed=1).ids(2000)
+    margin = min(300, vocab_size // 4)
+    assert min(ids) >= margin > 0
+    assert max(ids) < vocab_size - margin
+    assert len(set(ids)) > 1
+
+
 def test_prompts_share_prefixes_and_fit() -> None:
     prompts = soak.Prompts(vocab_size=5000, max_len=400, seed=1)
     chance = random.Random(2)
