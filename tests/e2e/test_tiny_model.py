@@ -162,3 +162,15 @@ def test_after_a_flush_every_block_is_free(server: ServerProcess) -> None:
     server.post("/flush_cache", {})
     for group, places in pools(server).items():
         assert places["free"] == places["total"], group
+
+
+def test_log_probabilities_of_a_prompt_alone(server: ServerProcess) -> None:
+    ids = [7, 30, 41, 12]
+    asked = {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+    meta = server.post("/generate", asked).json()["meta_info"]
+    assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == ids
+    assert meta["input_token_logprobs"][0][0] is None
+    assert all(logprob < 0 for logprob, _, _ in meta["input_token_logprobs"][1:])
+    assert meta["output_token_logprobs"] == []
+    rest = server.post("/generate", {**asked, "logprob_start_len": 2}).json()["meta_info"]
+    assert [token_id for _, token_id, _ in rest["input_token_logprobs"]] == ids[2:]

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from statewise.runtime.clock import fresh_id
 from statewise.runtime.errors import InvalidRequestError
 from statewise.runtime.messages import GenerateRequest, LogprobOptions
-from statewise.runtime.sampling_params import normalized
+from statewise.runtime.sampling_params import SamplingParams, normalized
 from statewise.runtime.server import requests as checks
 from statewise.runtime.server.http.collect import run_all, run_stream
 from statewise.runtime.server.http.json_io import JsonResponse, read_json
@@ -90,7 +90,8 @@ def parse(body: GenerateBody, service: Service) -> tuple[list[GenerateRequest], 
     num = len(prompts)
     if num > checks.MAX_BATCH:
         raise InvalidRequestError(f"a batch of {num} prompts; at most {checks.MAX_BATCH}")
-    sampling = _spread("sampling_params", body.sampling_params or {}, num)
+    given = _spread("sampling_params", body.sampling_params or {}, num)
+    sampling = [normalized(fields, service.vocab_size) for fields in given]
     rids = _rids(body.rid, num)
     logprobs = _logprobs(body, num, service.vocab_size)
     adapters = _spread("lora_path", body.lora_path, num)
@@ -98,8 +99,8 @@ def parse(body: GenerateBody, service: Service) -> tuple[list[GenerateRequest], 
     requests = [
         GenerateRequest(
             rid=rids[i],
-            sampling=normalized(sampling[i], service.vocab_size),
-            logprob=logprobs[i],
+            sampling=sampling[i],
+            logprob=_of_prompt(logprobs[i], sampling[i]),
             cache=checks.checked_cache(
                 body.cache_salt or "", adapters[i] or "", bool(body.checkpoint)
             ),
@@ -172,6 +173,13 @@ def _logprobs(body: GenerateBody, num: int, vocab_size: int) -> list[LogprobOpti
         )
         out.append(checks.checked_logprob(options, vocab_size))
     return out
+
+
+def _of_prompt(logprob: LogprobOptions, sampling: SamplingParams) -> LogprobOptions:
+    """Where nothing is generated, log probabilities are those of the prompt, all unless said."""
+    if logprob.enabled and logprob.start < 0 and sampling.max_new_tokens == 0:
+        return msgspec.structs.replace(logprob, start=0)
+    return logprob
 
 
 def _chosen_ids(value: list[int | list[int]] | None, num: int) -> list[list[int]]:

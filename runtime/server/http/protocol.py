@@ -17,9 +17,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from statewise.runtime.server.http.errors import error_body
 from statewise.runtime.server.http.json_io import encode_json
@@ -93,7 +97,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Answer and close, unless an answer is being written: then only close."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # None before the first request
+        if cycle is None or cycle.response_complete:
             body = encode_json(error_body(message, "invalid_request", status))
             head = (
                 b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
