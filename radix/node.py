@@ -27,6 +27,8 @@ from statewise.radix.segment import BLOCK, Segment
 
 Int32 = NDArray[np.int32]
 Intp = NDArray[np.intp]
+FEW = 16  # pages that are counted one by one
+Ranges = tuple[tuple[int, int], ...]  # half-open, absolute pages
 
 
 class WindowPins:
@@ -54,6 +56,8 @@ class WindowPins:
         locks = self.locks[start:stop]
         kept = self.kept[start:stop]
         segment = self.node.segments[self.group]
+        if len(locks) <= FEW:
+            return _count(locks, kept, segment.table[BLOCK, start:stop])
         if segment.num_present == segment.table.shape[1]:  # no page to leave out
             num = len(locks)
             locked = int(np.count_nonzero(locks))
@@ -68,6 +72,16 @@ class WindowPins:
         """Pages of the node that can be evicted first, in order."""
         free = self.present(0, len(self.locks)) & (self.locks == 0) & (self.kept == 0)
         return np.flatnonzero(free)
+
+
+def _count(locks: Int32, kept: Int32, blocks: Int32) -> tuple[int, int]:
+    """What `tally` says, without array operations: for few pages they would be most of its cost."""
+    evictable = transient = 0
+    for block, lock, keep in zip(blocks.tolist(), locks.tolist(), kept.tolist(), strict=True):
+        if block >= 0 and not lock:
+            evictable += 1
+            transient += not keep
+    return evictable, transient
 
 
 class StateBlock(NamedTuple):
@@ -94,6 +108,7 @@ class Checkpoint:
         "node",
         "page",
         "position",
+        "ranges",
         "reason",
         "saved",
         "tail",
@@ -110,6 +125,7 @@ class Checkpoint:
         self.blocks: tuple[StateBlock, ...] = ()
         self.locks = 0
         self.tick = 0
+        self.ranges: tuple[Ranges, ...] = ()  # per window group the pages it keeps
         self.saved = 0  # pages since the checkpoint before it on the path
         self.uses = 0  # leases that started from it
 

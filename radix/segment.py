@@ -178,8 +178,11 @@ class Segment:
     def without(self, pages: NDArray[np.intp]) -> Segment:
         """`pages` off the device; copies in slower tiers stay."""
         table = self.table.copy()
+        left = self.num_present - int(np.count_nonzero(table[BLOCK, pages] >= 0))
         table[BLOCK, pages] = -1
-        return of_table(table, self.aside)
+        if self.stamp == MIXED and left:  # what is left may be uniform
+            return of_table(table, self.aside)
+        return Segment(table, left, self.stamp if left else MIXED, self.aside)
 
     def with_aside(self, aside: PageAside) -> Segment:
         """Keep the table, with other pages' extras."""

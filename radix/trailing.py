@@ -15,17 +15,15 @@ This module does not shape the tree and does not touch history.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from statewise.radix.need import sink_pages, trailing_pages
-from statewise.radix.node import Checkpoint, Intp, Node, StateBlock, WindowPins
+from statewise.radix.node import Checkpoint, Intp, Node, Ranges, StateBlock, WindowPins
 from statewise.radix.order import ScoreOrder
 from statewise.radix.policy import EvictionPolicy
 from statewise.radix.results import FreedBuilder
 from statewise.radix.schema import CacheSchema
 from statewise.radix.segment import BLOCK
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 class Trailing:
@@ -174,8 +172,11 @@ class Trailing:
         made.saved = page - self._previous(node, page)
         node.checkpoints[page, tail] = made
         made.tick = self.next_tick()
-        for index in range(len(self.windows)):
-            for start, stop in self.window_ranges(index, position, page):
+        made.ranges = tuple(
+            self.window_ranges(index, position, page) for index in range(len(self.windows))
+        )
+        for index, ranges in enumerate(made.ranges):
+            for start, stop in ranges:
                 self._keep(node, index, start, stop, +1)
         self._rank(made)
         return made
@@ -195,14 +196,16 @@ class Trailing:
         """Blocks of `group` that the checkpoint holds: its own, and window pages it keeps."""
         count = checkpoint.block_of(group) is not None
         if group in self.windows:
-            index = self.windows.index(group)
-            ranges = self.window_ranges(index, checkpoint.position, checkpoint.page)
+            ranges = checkpoint.ranges[self.windows.index(group)]
             return count + sum(stop - start for start, stop in ranges)
         return int(count)
 
     def _rank(self, checkpoint: Checkpoint) -> None:
         """Put an unlocked checkpoint in its place in the order of every group it holds state of."""
-        for group in {*self.windows, *(held.group for held in checkpoint.blocks)}:
+        groups: Iterable[int] = self.windows
+        if checkpoint.blocks:
+            groups = {*groups, *(held.group for held in checkpoint.blocks)}
+        for group in groups:
             num_blocks = self.num_blocks(checkpoint, group)
             if num_blocks:
                 score = self.policy.checkpoint_score(checkpoint, num_blocks)
@@ -269,8 +272,8 @@ class Trailing:
         for held in checkpoint.blocks:
             self.evictable[held.group] -= 1
             freed.add_one(held.group, held.block)
-        for index in range(len(self.windows)):
-            for start, stop in self.window_ranges(index, checkpoint.position, checkpoint.page):
+        for index, ranges in enumerate(checkpoint.ranges):
+            for start, stop in ranges:
                 self._keep(node, index, start, stop, -1)
 
     # ---------------------------------------------------------------- evicting

@@ -45,15 +45,30 @@ def test_equal_scores_leave_in_the_order_of_arrival() -> None:
 
 
 def test_what_was_taken_out_is_not_held() -> None:
-    """Dead entries never outnumber the living by more than the slack, so objects are let go."""
+    """Dead entries stay within a factor of the living, so objects are let go."""
     order: ScoreOrder[int] = ScoreOrder()
     for item in range(3000):
         order.put(item, float(-item))
         order.put(item, float(item))
         if item % 3:
             order.discard(item)
-    assert len(order._heap) <= 2 * len(order) + SLACK
+        assert order.num_entries <= 3 * len(order) + 3 * SLACK
     for item in range(3000):
         order.discard(item)
     assert not order
-    assert len(order._heap) <= SLACK
+    assert order.num_entries <= 2 * SLACK
+
+
+def test_the_first_stays_the_least_while_the_old_heap_is_drained() -> None:
+    order: ScoreOrder[int] = ScoreOrder()
+    for item in range(500):
+        order.put(item, float(item))
+    for item in range(0, 500, 2):
+        order.put(item, float(1000 + item))  # 250 dead entries
+    drained = []
+    for item in range(1, 500, 2):
+        drained.append(order.num_entries)
+        assert order.first() == item
+        order.discard(item)
+    assert order.first() == 0
+    assert drained[-1] < drained[0]
