@@ -5,79 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from statewise.radix.schema import CacheSchema, GroupKind
 from statewise.runtime.errors import ModelLoadError
-from statewise.runtime.models import deepseek_v4, deepseek_v32, qwen3_next
-from statewise.runtime.models.base import LoadOptions
-from statewise.runtime.models.config import Fields
 from statewise.runtime.models.deepseek_config import DENSE, SPARSE, WINDOWED
-from statewise.runtime.models.hybrid import make_schema
-from statewise.runtime.models.registry import find_architecture
-from statewise.runtime.models.schema import build_schema
-from statewise.runtime.models.tiny import RECIPES, TinySize
+from support.published import (
+    GEMMA3_27B,
+    GPT_OSS_20B,
+    QWEN3_NEXT_80B,
+    V4_FLASH,
+    V4_PRO,
+    V32,
+    parse,
+    schema_of,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
-OPTIONS = LoadOptions(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, page_size=128)
-
-V4_FLASH: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
-    "rope_theta": 10000.0,
-    "compress_rope_theta": 160000.0,
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "num_hash_layers": 3,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 2048,
-    "scoring_func": "sqrtsoftplus",
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-}
-V4_PRO = V4_FLASH | {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "o_groups": 16,
-    "compress_ratios": [128, 128] + [4, 128] * 29 + [4] + [0],
-    "index_topk": 1024,
-    "n_routed_experts": 384,
-    "moe_intermediate_size": 3072,
-    "routed_scaling_factor": 2.5,
-}
-DRAFTS = {
-    "DeepseekV4ForCausalLM": deepseek_v4.group_drafts,
-    "DeepseekV32ForCausalLM": deepseek_v32.group_drafts,
-    "Qwen3NextForCausalLM": qwen3_next.group_drafts,
-}
-
-
-def parse(raw: dict[str, Any]) -> Any:
-    fields = Fields(raw, "config.json")
-    return find_architecture(fields).parse(fields)
-
-
-def schema_of(raw: dict[str, Any], options: LoadOptions = OPTIONS) -> CacheSchema:
-    config = parse(raw)
-    drafts = DRAFTS[config.architecture](config, options)  # type: ignore[operator]
-    return make_schema(config, options, drafts, "weights")
 
 
 def per_token(schema: CacheSchema) -> dict[str, float]:
@@ -141,37 +84,25 @@ def test_one_changed_entry_changes_the_versions_that_it_concerns(
 
 
 def test_v32_keeps_a_latent_and_an_index_key() -> None:
-    raw = RECIPES["deepseek-v32"].config(TinySize(layers=61)) | {
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "index_head_dim": 128,
-    }
-    assert per_token(schema_of(raw)) == {"latent": 61 * 576 * 2, "idx": 61 * 128 * 2}
+    assert per_token(schema_of(V32)) == {"latent": 61 * 576 * 2, "idx": 61 * 128 * 2}
 
 
 def test_qwen3_next_80b_keeps_72_mib_of_state_for_a_resumable_position() -> None:
-    raw = RECIPES["qwen3-next"].config(TinySize(layers=48)) | {
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }
-    schema = schema_of(raw)
+    schema = schema_of(QWEN3_NEXT_80B)
     assert per_token(schema) == {"full": 24 * KIB}
     conv = 36 * 3 * 8192 * 4  # three inputs of 8,192 channels
     assert per_snapshot(schema) == {"recurrent": 72 * MIB + conv}
 
 
 def test_gpt_oss_20b_keeps_k_and_v_of_8_heads() -> None:
-    raw = RECIPES["gpt-oss"].config(TinySize(layers=24, window=128)) | {
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    }
-    schema = build_schema(parse(raw), OPTIONS, "weights")
+    schema = schema_of(GPT_OSS_20B)
     assert per_token(schema) == {"full": 12 * 2 * KIB, "window": 12 * 2 * KIB}
+
+
+def test_gemma_3_27b_keeps_a_sixth_of_its_layers_for_good() -> None:
+    schema = schema_of(GEMMA3_27B)
+    assert per_token(schema) == {"full": 10 * 8 * KIB, "window": 52 * 8 * KIB}
+    assert next(g.window for g in schema.groups if g.kind is GroupKind.WINDOW) == 1024
 
 
 @pytest.mark.parametrize(
