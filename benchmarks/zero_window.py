@@ -3,16 +3,16 @@
 A random model with the published layout of DeepSeek-V4 (window 128, ratios 4 and 128, pages of 128
 tokens) serves a prompt; then every window page and every snapshot is dropped, and the prompt is
 served again. What must be computed is the receptive field of the windows, layers x (window - 1)
-tokens, however long the prompt: layer l needs only the rows that deeper layers still need, so the
+tokens, however long the prompt. Layer l needs only the rows that deeper layers still need, so the
 replay runs in steps of growing depth. Then everything is dropped and the prompt recomputed.
 
     field          layers x (window - 1): tokens that must be replayed, before rounding to pages
-    layer tokens   tokens x layers that the replay computed, of the rectangle (all tokens, all layers)
+    layer tokens   tokens x layers that the replay computed, of the rectangle (all layers for all)
     ratio          time to the first token, of recomputing
 
 Every answer (token and log probability) is compared with the first serving's.
 
-    usage: python benchmarks/zero_window.py [--tokens N ...] [--layers N] [--repeats N] [--json FILE]
+    usage: python benchmarks/zero_window.py [--tokens N ...] [--layers N] [--repeats N] [--json F]
 """
 
 from __future__ import annotations

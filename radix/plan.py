@@ -38,6 +38,7 @@ class Level(enum.Enum):
     REPAIR = "repair"  # trailing state made exact again
     REBUILD = "rebuild"  # part of one group's history written again
     RECOMPUTE = "recompute"
+    BOUNDED = "bounded"  # trailing state approximated; only where it was asked for
 
 
 LEVEL_ORDER = (Level.DIRECT, Level.LOAD, Level.REPAIR, Level.REBUILD, Level.RECOMPUTE)
@@ -117,6 +118,11 @@ class RecoveryPlan:
     recovery_s: float = 0.0
     total_s: float = 0.0
     blocks: tuple[int, ...] = ()  # device blocks the steps need, per group
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is computed after it is what a cold run computes, and may be shared."""
+        return self.level is not Level.BOUNDED
 
     @property
     def replays(self) -> tuple[Replay, ...]:

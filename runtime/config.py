@@ -129,6 +129,14 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
             "lru",
         ),
     ] = "value"
+    bounded_replay: Annotated[
+        int,
+        _count(
+            "memory",
+            "APPROXIMATE: where windows are lost, replay only this many tokens if that is cheaper "
+            "than being exact; outputs may differ from a cold run's; 0: always exact",
+        ),
+    ] = 0
     checkpoint_policy: Annotated[
         str,
         _help(

@@ -102,7 +102,7 @@ class CacheReport(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: int = 0  # copied back from a slower tier
     recomputed: int = 0  # matched, yet computed again
     computed: int = 0  # prompt tokens never matched
-    level: str = "none"  # none | direct | load | repair | rebuild | recompute
+    level: str = "none"  # none | direct | load | repair | rebuild | recompute | bounded
     limiting_group: str = ""  # the group whose absence set the reuse position
     reason: str = ""  # one sentence for a person
     groups: tuple[GroupReport, ...] = ()

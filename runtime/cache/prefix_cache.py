@@ -30,6 +30,7 @@ from statewise.radix import (
     Written,
     eviction_policy,
 )
+from statewise.radix.bounded import bounded_plan, can_be_bounded
 from statewise.radix.cost import CostModel, CostObserver
 from statewise.radix.need import first_token
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
@@ -106,14 +107,17 @@ class PrefixCache:
         digest: Digest | None = None,
         events: EventLog | None = None,
         policy: str = "value",
+        bounded_replay: int = 0,
     ) -> None:
         """`audit_rate` is the share of pages whose bytes are compared, by `digest`, at use.
 
         `policy` names the order of eviction; ValueError where there is none of this name.
+        `bounded_replay` tokens are replayed, approximately, where exact is dearer; 0: never.
         """
         self.events = events or EventLog()
         self.schema = schema
         self.enabled = enabled
+        self._bounded_tokens = bounded_replay if can_be_bounded(schema) else 0
         self.tree = RadixTree(schema, events=self.events, policy=eviction_policy(policy))
         self.pools = tuple(
             BlockPool(group.name, count)
@@ -190,6 +194,10 @@ class PrefixCache:
             terminal=terminal,
         )
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
+        has_faults = any(v.is_fault for v in verdicts)
+        if self._bounded_tokens and granularity == 1 and not (direct_only or has_faults):
+            known = (match, chosen, self._bounded_tokens, self.cost.model, budget)
+            chosen = bounded_plan(*known) or chosen
         return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
 
     def _without_faults(self, lookup: Lookup, match: Match) -> Match:
@@ -236,6 +244,7 @@ class PrefixCache:
         sequence.match = match
         sequence.began_from = min(chosen.position, chosen.read_from) // self.schema.page_size
         sequence.is_recovering = bool(chosen.replays)
+        sequence.is_private = not chosen.is_exact
         sequence.last_recall = self.validity.recalls.number
         self._recovery.adopt(sequence)
         self._snapshots.begin(sequence, match, chosen.position)
@@ -273,6 +282,8 @@ class PrefixCache:
             resume = sequence.num_published * self.schema.page_size
             made = replay.write_groups if replay.end == resume else 0
             sequence.is_recovering = False
+            if sequence.is_private:  # the working blocks stand there, and are nobody else's
+                return
             sequence.standing = Standing(resume, self._snapshots.needed_at(resume), made)
 
     def _written(self) -> Written:
@@ -331,7 +342,7 @@ class PrefixCache:
 
     def prepare_checkpoint(self, sequence: Sequence, position: int) -> None:
         """Keep the snapshot groups' state at `position`, where the next step ends."""
-        if sequence.lease is not None and self.has_snapshots:
+        if sequence.lease is not None and self.has_snapshots and not sequence.is_private:
             self._snapshots.prepare(sequence, position)
 
     def forgo_checkpoint(self, sequence: Sequence, position: int) -> None:
@@ -353,7 +364,7 @@ class PrefixCache:
         Full pages below `publishable` are handed to the tree; trailing state at each of
         `checkpoints` is marked as worth keeping.
         """
-        lease = sequence.lease
+        lease = None if sequence.is_private else sequence.lease
         if lease is not None:
             if publishable // self.schema.page_size > sequence.num_published:
                 self._publish(sequence, tokens, publishable, num_computed)
@@ -412,7 +423,7 @@ class PrefixCache:
         The trailing state at its end is kept as a checkpoint, at the exact position where the
         model has snapshots and one is wanted. `num_computed` 0: nothing of it is to be kept.
         """
-        lease = sequence.lease
+        lease = None if sequence.is_private else sequence.lease
         if lease is not None and num_computed and sequence.num_published:
             self.tree.keep(lease, sequence.num_published * self.schema.page_size)
         if lease is not None and num_computed and snapshot and self.has_snapshots:

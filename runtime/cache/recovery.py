@@ -142,8 +142,10 @@ class RecoveryExecutor:
         """Hand what the replay made exact to the tree.
 
         `after` is the next replay, which may read this one's scratch; after the last one all
-        scratch is freed.
+        scratch is freed. A private sequence keeps its scratch and hands over nothing.
         """
+        if sequence.is_private:  # its windows stay in its own blocks until it ends
+            return
         self._hand_over(sequence, replay, written)
         if after is not None:
             self._adopt(sequence, windows=False)

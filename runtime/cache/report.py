@@ -77,6 +77,8 @@ def _reason(match: Match, plan: RecoveryPlan, prompt_len: int, repaired: int, li
         return "no cached prefix"
     if position == matched and not repaired:
         return f"all {matched} matched tokens were used as they stood"
+    if not plan.is_exact:
+        return f"approximate: {repaired} tokens replayed over a cut-off window of {limiting!r}"
     if position and repaired:
         return (
             f"{position} of {matched} matched tokens used after replaying {repaired} of them: "

@@ -118,6 +118,7 @@ class EngineCore:
             digest=worker.checksums,
             events=self.events,
             policy=args.eviction_policy,
+            bounded_replay=args.bounded_replay,
         )
         self._recoveries = Recoveries(self.counters, self.events)
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)

@@ -306,7 +306,8 @@ class Scheduler:
     # ---------------------------------------------------------------- admission
 
     def _add_admissions(self, rows: dict[str, BatchRow], budget: int, now: float) -> None:
-        inflight = InflightPrefixes(self.schema.page_size, self.running)
+        sharing = [r for r in self.running if r.sequence is None or not r.sequence.is_private]
+        inflight = InflightPrefixes(self.schema.page_size, sharing)
         queue = order(
             self.waiting.values(),
             self.config.policy,
