@@ -11,7 +11,7 @@ their last page boundary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+from statewise.radix.validation import Condition
+from statewise.runtime.models import deepseek_v4
 from statewise.runtime.models.tiny import TinySize, make_tiny_model
 from support.hybrid_driver import HybridDriver
 from support.model_recovery import Scene, Served
@@ -144,3 +146,67 @@ def test_blank_state_of_one_group_is_visible(subject: Subject) -> None:
         assert blank.tokens != whole.tokens or not np.allclose(
             blank.logprobs, whole.logprobs, atol=0.01
         ), spec.name
+
+
+V4 = SHAPES["deepseek-v4"]
+PREFIX = 21 * 16 + TAIL
+
+
+@pytest.fixture(scope="module")
+def v4(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """The model of all five kinds of state, and a prompt of 500 tokens."""
+    shape = replace(V4, length=500)
+    return Subject(shape, tmp_path_factory.mktemp("models") / "v4")
+
+
+def test_lost_windows_are_replayed_in_steps_of_growing_depth(v4: Subject) -> None:
+    """History kept, windows and tails dropped: the receptive field, and of it a trapezoid."""
+    scene = v4.scene(audit=True)
+    prefix, page = v4.prompt[:PREFIX], v4.shape.page_size
+    for group in ("swa", "csa_tail", "hca_tail"):
+        scene.lose(prefix, group)
+    plan = scene.plan(prefix)
+    served = scene.serve(prefix, 1)
+    assert served.report.level == "repair"
+    assert v4.is_right(served, PREFIX)
+    # Layer l computes (layers - l) * (window - 1) tokens, rounded up to pages.
+    fields = [-(-depth * 15 // page) * page for depth in range(1, 9)]
+    assert plan.replayed_tokens == served.replayed == max(fields)
+    computed = sum(replay.num_tokens * replay.num_layers for replay in plan.replays)
+    assert sum(fields) <= computed < 8 * max(fields)
+
+
+@pytest.mark.parametrize("group", ["swa", "csa", "idx", "hca"])
+def test_f21_a_flipped_bit_of_any_kind_of_state_is_found(v4: Subject, group: str) -> None:
+    scene = v4.scene(audit=True, audit_rate=1.0)
+    prefix, index = v4.prompt[:PREFIX], scene.schema.index_of(group)
+    for layer in range(len(scene.schema.groups[index].layers)):
+        before = scene.core.cache.counters.failures(Condition.CHECKSUM)
+        scene.flip(prefix, (group, layer, 20), 12345 * (layer + 1))
+        served = scene.serve(prefix, 1)
+        assert scene.core.cache.counters.failures(Condition.CHECKSUM) == before + 1
+        assert served.report.limiting_group == group
+        assert served.report.level in ("repair", "rebuild", "recompute")
+        assert v4.is_right(served, PREFIX), layer
+
+
+def test_entries_of_another_compression_are_computed_anew(
+    v4: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = v4.scene(audit=True)
+    prefix = v4.prompt[:PREFIX]
+    assert scene.serve(prefix, 1).report.level == "direct"
+    monkeypatch.setattr(deepseek_v4, "COMPRESSION", 2)
+    other = load_tiny(v4.path, page_size=v4.shape.page_size).schema
+    changed = {
+        a.name
+        for a, b in zip(scene.schema.groups, other.groups, strict=True)
+        if a.version != b.version
+    }
+    assert changed == {"csa", "idx", "csa_tail", "hca", "hca_tail"}
+    scene.core.cache.expect(other, scene.core.weights_epoch)
+    served = scene.serve(prefix, 1)
+    assert served.report.reused == 0
+    assert served.report.level in ("none", "rebuild", "recompute")
+    assert v4.is_right(served, PREFIX)
+    assert scene.serve(prefix, 1).report.level == "direct"
