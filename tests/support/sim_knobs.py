@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 
 from statewise.radix.schema import CacheSchema
+from statewise.runtime.memory.sizing import window_blocks_per_request
 from support.sim_schema import make_schema
 
 # Every model shape, equally often.
@@ -17,6 +18,8 @@ SHAPES = (
     "FF", "FWF", "WFW", "WW", "FWV", "WWWF", "FWfw", "SFS", "KFK", "FK",
     "C", "WCH", "CC", "HFC", "WHC", "FRR", "RF", "RWF", "CR", "FS",
 )  # fmt: skip
+
+LONGEST_PROMPT = 90
 
 OPERATIONS = (
     "abort",
@@ -84,7 +87,7 @@ def draw_knobs(rng: random.Random) -> Knobs:
     }
     return Knobs(
         schema=schema,
-        num_blocks=_draw_pools(rng, schema),
+        num_blocks=_draw_pools(rng, schema, int(str(settings["chunked_prefill_size"]))),
         settings=settings,
         operations=operations,
         num_requests=rng.randrange(4, 14),
@@ -93,8 +96,10 @@ def draw_knobs(rng: random.Random) -> Knobs:
     )
 
 
-def _draw_pools(rng: random.Random, schema: CacheSchema) -> tuple[int, ...]:
+def _draw_pools(rng: random.Random, schema: CacheSchema, chunk: int) -> tuple[int, ...]:
     """Blocks per group: from barely enough for one request to plenty."""
+    if rng.random() < 0.25:
+        return _least_pools(rng, schema, chunk)
     pages = -(-120 // schema.page_size) + 2
     out = []
     for spec in schema.groups:
@@ -102,4 +107,21 @@ def _draw_pools(rng: random.Random, schema: CacheSchema) -> tuple[int, ...]:
             out.append(rng.choice([2, 4, 12, 40]))
         else:
             out.append(pages * rng.choice([1, 1, 2, 4]) + rng.randrange(8))
+    return tuple(out)
+
+
+def _least_pools(rng: random.Random, schema: CacheSchema, chunk: int) -> tuple[int, ...]:
+    """As small as a start allows, or a little more: whatever is held for nothing is missed."""
+    page = schema.page_size
+    out = []
+    for spec in schema.groups:
+        if spec.kind.is_snapshot:
+            least, more = 1, rng.choice([0, 1, 2, 4])
+        elif spec.kind.is_window:
+            least = window_blocks_per_request(spec, page) + -(-chunk // page) + 1
+            more = rng.choice([0, 0, 1, 3, 8])
+        else:
+            least = -(-LONGEST_PROMPT // page) + 2
+            more = rng.choice([0, 0, 0, 1, 3, 10])
+        out.append(least + more)
     return tuple(out)

@@ -36,7 +36,7 @@ from statewise.runtime.scheduler.admission import OutputReserve
 from support.digest import next_token, owner_of
 from support.digest_cold import ColdRun
 from support.sim_faults import Faults
-from support.sim_knobs import Knobs, draw_knobs
+from support.sim_knobs import LONGEST_PROMPT, Knobs, draw_knobs
 from support.sim_world import Journal, SimClock, SimWorker, WorkerDiedError
 
 VOCAB = 97
@@ -246,7 +246,7 @@ class Simulation:
         prompt = stem[:shared]
         prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 20]))]
         grows = "long_outputs" in operations and rng.random() < 0.5
-        prompt = prompt[: 30 if grows else 90]
+        prompt = prompt[: 30 if grows else LONGEST_PROMPT]
         max_new = rng.choice([15, 30, 45]) if grows else rng.choice([0, 1, 3, 8])
         salt = rng.choice(["", "", "", "other"]) if "salts" in operations else ""
         client = Client(rid, prompt, max_new, salt, self.num_restarts)
