@@ -96,6 +96,7 @@ class Request:
         self.prompt_logprobs: list[LogprobEntry] = []
         self.prompt_logprobs_done = not (message.logprob.enabled and message.logprob.start >= 0)
         self.lookup: Lookup | None = None  # memo, valid for one tree version
+        self.looked_at = 0  # step of that lookup
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""
         self.delayed_by = ""  # its first word, while it waits

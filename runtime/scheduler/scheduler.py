@@ -33,6 +33,8 @@ from statewise.runtime.scheduler.spans import Span
 
 # Waiting requests tried past the first that does not fit (unless that one is aged).
 MAX_BYPASS = 4
+# Steps for which the order of waiting requests relies on what each was offered before.
+LOOK_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ class Scheduler:
             self.config.policy,
             now,
             self.config.max_wait_s,
-            lambda r: self._lookup(r).position,
+            self._known_position,
         )
         bypassed = 0
         for request in queue:
@@ -326,6 +328,13 @@ class Scheduler:
                 if bypassed > MAX_BYPASS or is_aged(request, now, self.config.max_wait_s):
                     return
 
+    def _known_position(self, request: Request) -> int:
+        """Where the request would begin, looked up once in a while: it only decides the order."""
+        known = request.lookup
+        if known is None or self._step_id - request.looked_at >= LOOK_EVERY:
+            known = self._lookup(request)
+        return known.position
+
     def _lookup(self, request: Request, *, at_use: bool = False) -> Lookup:
         """What the tree offers the request now; repeated only when the tree has changed.
 
@@ -334,6 +343,7 @@ class Scheduler:
         known = request.lookup
         is_current = known is not None and known.tree_version == self.cache.version
         if known is None or not is_current or (at_use and self.cache.audits):
+            request.looked_at = self._step_id
             known = request.lookup = self.cache.lookup(
                 request.message.cache,
                 request.tokens[: request.num_tokens],

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from statewise.radix.need import protected_pages, trailing_pages
 from statewise.radix.schema import GroupKind
+from statewise.runtime.cache.prefix_cache import Lookup
 from statewise.runtime.messages import CacheOptions
 from statewise.runtime.scheduler.batch import RowKind, ScheduledBatch, StepResult
+from statewise.runtime.scheduler.scheduler import LOOK_EVERY, MAX_BYPASS
 from support.engine import VOCAB, Driver, make_schema
 from support.radix_oracle import group
 
@@ -147,3 +150,27 @@ def test_a_question_about_reuse_is_answered_as_a_request_would_be() -> None:
     done = driver.serve("b", asked, 2)
     assert done.report is not None
     assert told["reused"] == done.report.reused == 16
+
+
+def test_a_step_looks_up_few_of_those_who_wait() -> None:
+    """Every step changes the tree; a queue that is short of blocks is not planned anew for it."""
+    driver = Driver(make_schema("FW", 1, 8), (128, 160), chunked_prefill_size=64)
+    driver.add("running", tokens(40, 11), 80)
+    driver.step()
+    for i in range(30):
+        driver.add(f"w{i}", tokens(60, 12 + i), 4)
+    driver.step()
+    lookup, num_lookups = driver.cache.lookup, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Lookup:
+        nonlocal num_lookups
+        num_lookups += 1
+        return lookup(*args, **kwargs)
+
+    driver.cache.lookup = counted  # type: ignore[method-assign]
+    for _ in range(32):
+        driver.step()
+    assert len(driver.core.scheduler.waiting) == 30, "what is tested"
+    assert num_lookups <= 32 * (MAX_BYPASS + 1) + 30 * (32 // LOOK_EVERY + 1)
+    driver.run()
+    driver.check()
