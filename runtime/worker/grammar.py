@@ -107,7 +107,7 @@ class GrammarMatcher(Protocol):
     """The state of one grammar along one output."""
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Consume tokens; False where the grammar does not allow one."""
+        """Consume tokens; False where the grammar does not allow one or a limit was hit."""
         ...
 
     def allowed(self) -> Tensor:
@@ -232,10 +232,14 @@ class LlguidanceBackend:
                 grammar = matcher_type.grammar_from_json_schema(text, defaults=space)
             else:
                 grammar = library.grammar_from(kind, text)
+            limits = library.LLParserLimits(verbose_errors=False)
+            matcher = matcher_type(self._trie(library), grammar, log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidRequestError(f"invalid {kind}: {_short(str(error))}") from error
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = matcher_type(self._trie(library), grammar, log_level=0, limits=limits)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's; not an Exception
+                raise
+            raise InvalidRequestError(f"invalid {kind}: the grammar library fails on it") from error
         if matcher.is_error():
             raise InvalidRequestError(f"invalid {kind}: {_short(matcher.get_error())}")
         return LlguidanceMatcher(matcher, self._vocab_size)
@@ -299,10 +303,17 @@ class GrammarStates:
         return self._after(spec, spec.output_ids).allowed()
 
     def forced(self, spec: SampleSpec, token_id: int) -> tuple[int, ...]:
-        """Tokens that must follow `token_id`, at most `max_forced` of them."""
+        """Tokens that must follow `token_id`, at most `max_forced` of them.
+
+        None of them where the grammar failed on `token_id`: the next mask says so and ends the
+        request.
+        """
         if spec.max_forced < 1:
             return ()
-        matcher = self._after(spec, [*spec.output_ids, token_id])
+        try:
+            matcher = self._after(spec, [*spec.output_ids, token_id])
+        except OperatingError:
+            return ()
         return tuple(matcher.forced_tokens()[: spec.max_forced])
 
     def _after(self, spec: SampleSpec, output_ids: Sequence[int]) -> GrammarMatcher:
@@ -315,7 +326,9 @@ class GrammarStates:
             matcher, seen = self._cache.matcher(*grammar), 0
         fresh = output_ids[seen:]
         if fresh and not matcher.accept(fresh):
-            raise OperatingError("the output left its grammar")
+            raise OperatingError(
+                "the output left its grammar, or the grammar is too large to follow"
+            )
         self._states[key] = (matcher, len(output_ids))
         return matcher
 
@@ -340,7 +353,7 @@ class ThreadedGrammarCompiler:
         self._done: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._wanted: set[str] = set()  # touched by the loop's thread only
         self._thread: threading.Thread | None = None
-        self._bug: Exception | None = None
+        self._bug: BaseException | None = None
 
     def submit(self, rid: str, kind: str, text: str) -> None:
         """Begin to compile for request `rid`."""
@@ -384,7 +397,7 @@ class ThreadedGrammarCompiler:
                 error = ""
             except OperatingError as failure:
                 error = str(failure)
-            except Exception as bug:
+            except BaseException as bug:  # whatever ends the thread must not go unseen
                 self._bug = bug
                 return
             self._done.put((rid, error))

@@ -164,6 +164,40 @@ def test_forced_tokens_follow_a_token_up_to_the_limit(backend):
     assert forced(b"abcd", "e", 9) == b""  # only an end token may follow: it is sampled
 
 
+def test_a_limit_hit_while_a_grammar_is_followed_ends_the_request_alone(backend):
+    """A grammar may compile at once and exceed a limit at a later token."""
+    model = ToyModel(("full",), vocab_size=VOCAB)
+    driver = Driver(model, grammars=GrammarCache(backend))
+    params = SamplingParams(temperature=0.0, regex="((a{1000}){1000}){1000}")
+    fine = SamplingParams(temperature=0.0, regex="b+")
+    tables, others = driver.tables(16), driver.tables(16)
+    failed, output, other = "", [], []
+    while not failed and len(output) < 50:
+        ask = spec(params, grammar_key="r", output_ids=output, max_forced=9)
+        row = driver.row("r", tables, [1, *output][-1:], len(output), sample=ask)
+        ask = spec(fine, grammar_key="f", output_ids=other, max_forced=9)
+        beside = driver.row("f", others, [1, *other][-1:], len(other), sample=ask)
+        result, good = driver.step(row, beside)
+        assert good.error == ""
+        other.append(good.token_id)
+        failed = result.error
+        output.append(result.token_id)
+    assert "grammar" in failed
+    assert set(other) <= {ord("b"), EOS}
+
+
+def test_a_panic_of_the_library_is_an_invalid_grammar(backend, monkeypatch):
+    class PanicException(BaseException):
+        """As Rust's is, by name and base."""
+
+    def panics(*_args: object, **_kwargs: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(grammar._import_llguidance(), "grammar_from", panics)
+    with pytest.raises(InvalidRequestError, match="the grammar library fails on it"):
+        backend.compile("regex", "a")
+
+
 class CountingBackend:
     """Counts compiles; fails on demand."""
 
