@@ -47,12 +47,15 @@ def available_memory_bytes() -> int:
     return free
 
 
-def return_free_memory() -> None:
-    """Give memory that was freed back to the system; the C library keeps it otherwise (glibc).
+def settle_memory() -> None:
+    """Take note that what is alive now stays, and give back what is not.
 
-    Worth it once, after a model was loaded: its files were read through many temporary objects.
+    Worth it once, after a model was loaded. Later collections of cycles leave the survivors alone
+    (a process with torch has some 200,000 objects, and looking at all of them stalls a step), and
+    what temporary objects have freed returns to the system; glibc keeps it otherwise.
     """
     gc.collect()
+    gc.freeze()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from statewise.runtime.detokenizer import DetokenizerCore
-from statewise.runtime.machine import return_free_memory
+from statewise.runtime.machine import settle_memory
 from statewise.runtime.messages import (
     AbortRequest,
     AnyMessage,
@@ -76,7 +76,7 @@ def start(child: Child) -> Callable[[], None]:
     vocabulary = None
     if not args.skip_tokenizer_init:
         vocabulary = load_tokenizer(args.tokenizer_path or args.model_path)
-    return_free_memory()
+    settle_memory()
     child.announce({})
     return DetokenizerLoop(child, DetokenizerCore(vocabulary)).run
 

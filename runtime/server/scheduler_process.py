@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from statewise.runtime import events
 from statewise.runtime.clock import Clock, SystemClock
 from statewise.runtime.errors import InvalidRequestError, OperatingError
-from statewise.runtime.machine import return_free_memory
+from statewise.runtime.machine import settle_memory
 from statewise.runtime.messages import (
     AbortRequest,
     AnyMessage,
@@ -259,7 +259,7 @@ def start(child: Child) -> Callable[[], None]:
     started = clock.monotonic()
     built = build_runtime(child.args, LoadProgress(child, clock))
     core = built.core(clock)
-    return_free_memory()
+    settle_memory()
     log.info("loaded in %.1f s", clock.monotonic() - started)
     child.announce({**built.info(core), "lines": built.start_log(core)})
     return SchedulerLoop(child, core).run

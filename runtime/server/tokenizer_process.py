@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from statewise.runtime.errors import InvalidRequestError, OperatingError
-from statewise.runtime.machine import return_free_memory
+from statewise.runtime.machine import settle_memory
 from statewise.runtime.messages import (
     AbortRequest,
     AnyMessage,
@@ -218,7 +218,7 @@ def start(child: Child) -> Callable[[], None]:
         return TokenizerLoop(child, None).run
     path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(path, chat_template=args.chat_template)
-    return_free_memory()
+    settle_memory()
     child.announce(facts_of(tokenizer))
     return TokenizerLoop(child, tokenizer).run
 
