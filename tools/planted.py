@@ -66,8 +66,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f3 the end is registered one page early",
         SNAP,
-        "if page != sequence.num_published or not position:",
-        "if not position:",
+        "if page != sequence.num_published or not position or sequence.standing is not None:",
+        "if not position or sequence.standing is not None:",
         (WORLDS, SNAPSHOTS),
     ),
     Mutant(
