@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ROW_MAJOR, TILES = range(2)  # packing of a linear layer's weight
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 _P = ctypes.c_void_p
@@ -75,15 +76,21 @@ class ActParams(ctypes.Structure):
 
 
 class LinearParams(ctypes.Structure):
-    """Linear layer of few rows."""
+    """Linear layer."""
 
-    _fields_ = fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype")
+    _fields_ = fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype packing")
 
 
 class DigestParams(ctypes.Structure):
     """Digests of blocks."""
 
     _fields_ = fields("base blocks out", "num_blocks block_stride block_bytes")
+
+
+class TileParams(ctypes.Structure):
+    """Packing weights into tiles, and unpacking rows."""
+
+    _fields_ = fields("weight tiles rows out", "in_dim out_dim num_rows")
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
@@ -93,4 +100,5 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     ActParams,
     LinearParams,
     DigestParams,
+    TileParams,
 )

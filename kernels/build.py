@@ -33,7 +33,16 @@ _COMMON = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")
-_SHARED_SOURCES = ("isa", "pool", "work", "top", "library", "sparse_library", "isa_portable")
+_SHARED_SOURCES = (
+    "isa",
+    "pool",
+    "work",
+    "top",
+    "tiles",
+    "library",
+    "sparse_library",
+    "isa_portable",
+)
 _X86_SOURCES: dict[str, tuple[str, ...]] = {
     "isa_avx2": _AVX2,
     "isa_avx512": _AVX512,

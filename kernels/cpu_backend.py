@@ -5,9 +5,8 @@ then sets a few pointers and calls. Tensors that the kernels do not take (float6
 cannot walk) are copied into ones that they do, or go to the torch operations: nothing is refused
 that the reference accepts, except pools of other dtypes.
 
-Results of a row are bitwise the same in any batch and on any number of threads (attention; the
-small operations; `linear` for equal row counts). Decode and prefill paths of one token may differ
-in rounding, as may instruction sets.
+Results of a row are bitwise the same in any batch, however its context is cut into steps, and on
+any number of threads. They may differ between instruction sets.
 
 This module does not load or build the library (`native` does), or choose when it is used.
 
@@ -18,19 +17,18 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from statewise.kernels import abi, native, row_steps
+from statewise.kernels import abi, native
 from statewise.kernels.huge_pages import HugePages
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
+from statewise.kernels.packed import TileWeight, fits_tiles, pack_tiles
 from statewise.kernels.recurrent_cpu import CpuRecurrentOps
 
-# Rows up to which the native linear layer is the faster one; measured, see docs/kernels.md.
-MAX_ROWS_TILES = 128  # bfloat16 on tile registers
-MAX_ROWS_DIRECT = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 4}
 MIN_PACKED_BYTES = 1 << 16  # smaller weights stay in cache and where they are
 
 
@@ -171,9 +169,7 @@ class CpuOps(CpuRecurrentOps):
         self._gated_act = library.sw_gated_act
         self._linear = library.sw_linear
         self._pages = HugePages()
-        self._max_rows = dict(MAX_ROWS_DIRECT)
-        if native.instruction_set() == "amx":
-            self._max_rows[torch.bfloat16] = MAX_ROWS_TILES
+        self._has_tiles = native.instruction_set() == "amx"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight)."""
@@ -237,32 +233,50 @@ class CpuOps(CpuRecurrentOps):
         self._gated_act(ctypes.addressof(p))
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [..., in] @ weight.T (+ bias): natively for few rows, else torch."""
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """Return x [..., in] @ weight.T (+ bias); what the library does not take goes to torch.
+
+        The way a product takes depends on the weight alone, never on the number of rows.
+        """
         rows, stride = _flat_rows(x)
-        few = rows <= self._max_rows.get(x.dtype, 0)
-        if not few or stride < 0 or not _linear_fits(x, weight, bias):
-            return row_steps.linear(x, weight, bias)
+        if stride < 0:
+            x = x.contiguous()
+            rows, stride = _flat_rows(x)
+        if not _linear_fits(x, weight, bias):
+            return super().linear(x, weight, bias)
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         p = abi.LinearParams()
-        p.x, p.weight, p.out = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        if isinstance(weight, TileWeight):
+            p.weight, p.packing = weight.tiles.data_ptr(), abi.TILES
+        else:
+            p.weight = weight.data_ptr()
+        p.x, p.out = x.data_ptr(), out.data_ptr()
         p.bias = None if bias is None else bias.data_ptr()
         p.rows, p.in_dim, p.out_dim, p.x_stride = rows, x.shape[-1], weight.shape[0], stride
         p.dtype = abi.DTYPE_CODES[x.dtype]
         status = self._linear(ctypes.addressof(p))
-        if status:
+        if status == abi.NO_MEMORY:
             raise MemoryError("native linear layer could not allocate its workspace")
+        assert status == abi.OK, f"native linear layer: status {status}"
         return out
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Return a row-major copy of a large weight on huge pages; a small one as it is.
+    def pack(self, weight: Tensor) -> Any:
+        """Return a copy of a large weight on huge pages, as tiles where they serve.
 
-        The result is a tensor of the same shape: a caller that keeps the original as well should
-        keep the result in its place.
+        A small weight is returned as it is.
+
+        A caller that keeps the original as well should keep the result in its place, and take
+        rows of it through `rows`.
         """
         if weight.nbytes < MIN_PACKED_BYTES or weight.dtype not in abi.DTYPE_CODES:
             return weight
+        if self._has_tiles and fits_tiles(weight):
+            return pack_tiles(weight, self._pages)
         return self._pages.copy_of(weight)
+
+    def rows(self, weight: Any, indices: Tensor) -> Tensor:
+        """Return rows [n] of a weight or of what `pack` returned."""
+        return weight.rows(indices) if isinstance(weight, TileWeight) else weight[indices]
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -298,6 +312,11 @@ def _rope_fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
     return tables and plain and dtypes and walkable
 
 
-def _linear_fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    return same and x.dtype in abi.DTYPE_CODES and weight.is_contiguous() and weight.dim() == 2
+def _linear_fits(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
+    if x.dtype not in abi.DTYPE_CODES or (bias is not None and bias.dtype != x.dtype):
+        return False
+    if weight.shape[-1] != x.shape[-1]:
+        raise ValueError(f"a weight {list(weight.shape)} does not take rows {list(x.shape)}")
+    if isinstance(weight, TileWeight):
+        return x.dtype == torch.bfloat16
+    return bool(weight.dtype == x.dtype and weight.is_contiguous() and weight.dim() == 2)

@@ -213,6 +213,10 @@ class Ops(Protocol):
         """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
         ...
 
+    def rows(self, weight: Any, indices: Tensor) -> Tensor:
+        """Rows [n] int64 of a weight or of what `pack` returned: [n, in]."""
+        ...
+
     def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
         """Sum over j of softmax_j(gates) * values: [N, J, D] twice -> [N, D], channel by channel.
 

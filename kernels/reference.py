@@ -239,6 +239,10 @@ class TorchOps:
         """Return the weight itself."""
         return weight
 
+    def rows(self, weight: Tensor, indices: Tensor) -> Tensor:
+        """Return the rows."""
+        return weight[indices]
+
     def pool_windows(self, values: Tensor, gates: Tensor) -> Tensor:
         """Sum of values under a softmax of gates over dimension 1."""
         return (gates.softmax(1) * values).sum(1)

@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr int32_t kAbiVersion = 1;
+constexpr int32_t kAbiVersion = 2;
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -101,9 +101,11 @@ struct ActParams {
   int32_t kind;
 };
 
+enum Packing : int32_t { kRowMajor = 0, kTiles = 1 };  // kTiles: see tiles.h
+
 struct LinearParams {
   const void* x;       // [rows, in], row stride x_stride
-  const void* weight;  // [out_dim, in] contiguous
+  const void* weight;  // [out_dim, in] contiguous, or packed
   const void* bias;    // [out_dim] of the same dtype, or null
   void* out;           // [rows, out_dim]
   int64_t rows;
@@ -111,6 +113,18 @@ struct LinearParams {
   int64_t out_dim;
   int64_t x_stride;
   int32_t dtype;  // of everything
+  int32_t packing;  // of the weight
+};
+
+// Packing [out_dim, in] bfloat16 weights into tiles, and unpacking some rows of them.
+struct TileParams {
+  const void* weight;   // pack: [out_dim, in] contiguous
+  void* tiles;          // [round_up(out_dim, 32) * in]
+  const int64_t* rows;  // unpack: [num_rows] numbers below out_dim
+  void* out;            // unpack: [num_rows, in]
+  int64_t in_dim;       // a multiple of 32
+  int64_t out_dim;
+  int64_t num_rows;
 };
 
 struct DigestParams {

@@ -1,20 +1,10 @@
 // Runs the items of an attention step: chooses the path per item and the types once.
 //
-// Direct path: attention.inc.h. Tile path (AMX, bfloat16, many rows): attention_amx.inc.h.
-
-struct Scratch {
-  uint8_t* next;
-  template <typename T>
-  T* take(int64_t count) {
-    T* out = reinterpret_cast<T*>(next);
-    next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-    return out;
-  }
-};
+// Direct path: attention.inc.h. Tile path (AMX, bfloat16): attention_amx.inc.h.
 
 inline int64_t attend_scratch_bytes(int64_t max_rows, int64_t dim) {
   const int64_t rows = padded_rows(max_rows), pitch = padded_dim(dim);
-  int64_t bytes = rows * pitch * 4 + rows * pitch * 2 + state_floats(rows, dim) * 4 + 4 * 64;
+  int64_t bytes = rows * pitch * 4 + rows * pitch * 2 + 2 * state_floats(rows, dim) * 4 + 5 * 64;
 #ifdef SW_AMX
   bytes += tile_scratch_bytes(pitch);
 #endif
@@ -44,37 +34,56 @@ inline Tile make_tile(const AttentionParams& p, const AttentionItem& item) {
   return t;
 }
 
+// Attends over keys [lo, hi) of one segment into the state of `t`. The path follows from types and
+// sizes alone, so that a row takes the same one in any step.
+template <typename KV>
+void attend_segment(Tile& t, const PageReader<KV>& pages, int64_t lo, int64_t hi,
+                    Scratch scratch) {
+  clear_state(t);
+  if constexpr (kHasDot && p_same<KV, BF16>::value) {
+#ifdef SW_AMX
+    if (fits_tiles(pages.p)) return attend_tiles(t, pages, lo, hi, scratch);
+#endif
+    if (t.q_bf16 != nullptr) return attend_keys<KV, true, true>(t, pages, lo, hi);
+  }
+  (void)scratch;
+  if (t.dim % W == 0)
+    attend_keys<KV, false, true>(t, pages, lo, hi);
+  else
+    attend_keys<KV, false, false>(t, pages, lo, hi);
+}
+
+// All segments of an item, merged in order into the first state; `spare` holds the others.
+template <typename KV>
+void attend_segments(Tile& t, const PageReader<KV>& pages, const AttentionItem& item,
+                     float* first, float* spare, const Scratch& scratch) {
+  set_state(t, first);
+  if (item.lo >= item.hi) return clear_state(t);
+  int64_t end = (item.lo / kSegmentKeys + 1) * kSegmentKeys;
+  attend_segment(t, pages, item.lo, least<int64_t>(end, item.hi), scratch);
+  for (; end < item.hi; end += kSegmentKeys) {
+    Tile next = t;
+    set_state(next, spare);
+    attend_segment(next, pages, end, least<int64_t>(end + kSegmentKeys, item.hi), scratch);
+    merge_state(t, next);
+  }
+}
+
 template <typename KV>
 void attend_item(const AttentionWork& work, const AttentionItem& item, int thread) {
   const AttentionParams& p = *work.params;
-  constexpr bool kMayDot = kHasDot && p_same<KV, BF16>::value;
-  const bool dot = kMayDot && p.q_dtype == kBF16 && p.head_dim % 32 == 0;
+  const bool dot = kHasDot && p_same<KV, BF16>::value && p.q_dtype == kBF16 && p.head_dim % 32 == 0;
   Scratch scratch{work.scratch + thread * work.scratch_bytes};
   Tile t = make_tile(p, item);
   t.q = scratch.take<float>(t.rows * t.pitch);
   t.q_bf16 = dot ? scratch.take<uint16_t>(padded_rows(t.rows) * t.dim) : nullptr;
   const int64_t size = state_floats(t.rows, t.dim);
-  float* own_state = scratch.take<float>(size);
-  set_state(t, item.splits > 1 ? work.states + item.state + item.split * size : own_state);
-  clear_state(t);
+  float* own = scratch.take<float>(size);
+  float* spare = scratch.take<float>(size);
   load_queries(p, item, t);
   const PageReader<KV> pages(p, item.row, item.kv_head);
-  if constexpr (kMayDot) {
-#ifdef SW_AMX
-    if (t.rows > kSmallRows && fits_tiles(p)) {
-      attend_tiles(t, pages, item.lo, item.hi, scratch);
-      return finish_tile(work, item, t);
-    }
-#endif
-    if (dot) {
-      attend_keys<KV, true, true>(t, pages, item.lo, item.hi);
-      return finish_tile(work, item, t);
-    }
-  }
-  if (t.dim % W == 0)
-    attend_keys<KV, false, true>(t, pages, item.lo, item.hi);
-  else
-    attend_keys<KV, false, false>(t, pages, item.lo, item.hi);
+  float* first = item.splits > 1 ? work.states + item.state + item.split * size : own;
+  attend_segments(t, pages, item, first, spare, scratch);
   finish_tile(work, item, t);
 }
 

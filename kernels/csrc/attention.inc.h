@@ -3,7 +3,9 @@
 // All query heads of a K/V head (and all queries of a tile) share every key and value loaded.
 // Keys are taken in blocks of 64: their scores for up to four query rows, one softmax update per
 // row, then the weighted values; the next block is prefetched meanwhile. Key j of the sequence is
-// always at place j % 64 of a block, so where a range begins does not move the arithmetic.
+// always at place j % 64 of a block, and a running softmax covers 512 keys that begin at a multiple
+// of 512; such segments are merged in order. So neither where a step begins nor who computes a
+// segment moves the arithmetic of a row.
 //
 // Slots outside [lo, hi) of an item are never loaded: they may hold NaN.
 
@@ -20,6 +22,17 @@ inline vf dot_pairs(vf acc, const uint16_t* a, const uint16_t* b) {
 constexpr bool kHasDot = false;
 inline vf dot_pairs(vf acc, const uint16_t*, const uint16_t*) { return acc; }
 #endif
+
+// Memory of one thread, handed out in pieces.
+struct Scratch {
+  uint8_t* next;
+  template <typename T>
+  T* take(int64_t count) {
+    T* out = reinterpret_cast<T*>(next);
+    next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return out;
+  }
+};
 
 inline void prefetch_row(const void* p, int64_t bytes) {
   const char* c = static_cast<const char*>(p);
@@ -302,13 +315,13 @@ inline void set_state(Tile& t, float* state) {
 
 inline void clear_state(const Tile& t) {
   for (int64_t i = 0; i < padded_rows(t.rows) * t.pitch; i += W) storef(t.out + i, vf{});
-  for (int64_t m = 0; m < t.rows; ++m) {
+  for (int64_t m = 0; m < padded_rows(t.rows); ++m) {
     t.top[m] = -__builtin_inff();
     t.sum[m] = 0.0f;
   }
 }
 
-// Adds the later split `from` to `into`, row by row.
+// Adds the later segment `from` to `into`, row by row. An empty state changes no bit.
 inline void merge_state(const Tile& into, const Tile& from) {
   for (int64_t m = 0; m < into.rows; ++m) {
     const float top = max_of(into.top[m], from.top[m]);

@@ -34,6 +34,8 @@ bool use_tiles = false;
 void set_use_tiles(bool tiles) { use_tiles = tiles; }
 #ifdef SW_AMX
 #include "amx.inc.h"
+#include "attention_amx.inc.h"
+#include "linear_amx.inc.h"
 #endif
 #include "attend.inc.h"
 #include "linear_run.inc.h"

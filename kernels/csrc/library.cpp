@@ -12,6 +12,7 @@
 #include "isa.h"
 #include "library.h"
 #include "pool.h"
+#include "tiles.h"
 #include "work.h"
 
 #ifndef SW_SOURCE_DIGEST
@@ -134,6 +135,7 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 3: return sizeof(sw::ActParams);
     case 4: return sizeof(sw::LinearParams);
     case 5: return sizeof(sw::DigestParams);
+    case 6: return sizeof(sw::TileParams);
     default: return 0;
   }
 }
@@ -194,6 +196,17 @@ SW_EXPORT int32_t sw_gated_act(sw::ActParams* p) {
 SW_EXPORT int32_t sw_linear(sw::LinearParams* p) {
   const std::lock_guard<std::mutex> hold(sw::g_lock);
   return sw::run_linear(*p);
+}
+
+SW_EXPORT int32_t sw_pack_tiles(sw::TileParams* p) {
+  const std::lock_guard<std::mutex> hold(sw::g_lock);
+  sw::pack_tiles(*p);
+  return sw::kOk;
+}
+
+SW_EXPORT int32_t sw_unpack_rows(sw::TileParams* p) {
+  sw::unpack_rows(*p);
+  return sw::kOk;
 }
 
 SW_EXPORT int32_t sw_digest(sw::DigestParams* p) {

@@ -1,41 +1,47 @@
-// y[rows, out] = x[rows, in] . weight[out, in]^T (+ bias) for few rows: bound by reading weights.
+// y[rows, out] = x[rows, in] . weight[out, in]^T (+ bias), over row-major weights.
 //
-// Weights stay row-major as torch has them (large row counts go to torch's own matmul on the same
-// memory). A panel of W output rows is read once from memory and reused from cache by every x row.
+// Every output is a sum in lanes over `in`, then over the lanes: one fixed order, whatever the
+// number of rows. Rows are taken four at a time where there are four, because they share each
+// vector of weights loaded; a row that is left over does the same sums alone.
 
 constexpr int64_t kItemBytes = 1 << 16;  // weights of one work item, about
+constexpr int kRowsTogether = W >= 8 ? W / 4 : 2;
 
-// Dot products of one x row with W weight rows.
-template <typename D, bool Dot>
-inline vf panel_dots(const typename D::T* x, const typename D::T* const* rows, int64_t in_dim,
-                     const typename D::T* fetch) {
-  vf acc[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) acc[i] = vf{};
+// Sums in lanes of R rows of x with N rows of weights.
+template <typename D, bool Dot, int R, int N>
+inline void lane_sums(const typename D::T* const* x, const typename D::T* const* rows,
+                      int64_t in_dim, const typename D::T* fetch, vf (&acc)[R * N]) {
+#pragma GCC unroll 32
+  for (int i = 0; i < R * N; ++i) acc[i] = vf{};
   int64_t d = 0;
   if constexpr (Dot) {
     for (; d + 32 <= in_dim; d += 32) {
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        acc[i] = dot_pairs(acc[i], (const uint16_t*)x + d, (const uint16_t*)rows[i] + d);
+#pragma GCC unroll 32
+      for (int i = 0; i < R * N; ++i) {
+        acc[i] = dot_pairs(acc[i], (const uint16_t*)x[i / N] + d, (const uint16_t*)rows[i % N] + d);
       }
-      // One line of the next panel per line read.
+      // One line of the next weights per line read.
       if (fetch != nullptr) {
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) __builtin_prefetch(fetch + (d / 32 * W + i) * 32, 0, 2);
+        for (int i = 0; i < N; ++i) __builtin_prefetch(fetch + (d / 32 * N + i) * 32, 0, 2);
       }
     }
   }
   for (; d + W <= in_dim; d += W) {
-    const vf a = load<D>(x + d);
+    vf a[R];
+    for (int r = 0; r < R; ++r) a[r] = load<D>(x[r] + d);
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) acc[i] += a * load<D>(rows[i] + d);
+    for (int n = 0; n < N; ++n) {
+      const vf w = load<D>(rows[n] + d);
+      for (int r = 0; r < R; ++r) acc[r * N + n] += a[r] * w;
+    }
   }
   if (d < in_dim) {
-    const vf a = load_part<D>(x + d, in_dim - d);
-    for (int i = 0; i < W; ++i) acc[i] += a * load_part<D>(rows[i] + d, in_dim - d);
+    for (int n = 0; n < N; ++n) {
+      const vf w = load_part<D>(rows[n] + d, in_dim - d);
+      for (int r = 0; r < R; ++r) acc[r * N + n] += load_part<D>(x[r] + d, in_dim - d) * w;
+    }
   }
-  return sums_of<W>(acc);
 }
 
 template <typename D>
@@ -44,19 +50,60 @@ inline vf bias_of(const LinearParams& p, int64_t n) {
   return load_of<D>(static_cast<const typename D::T*>(p.bias), n, p.out_dim);
 }
 
+template <typename D>
+struct Panel {
+  const typename D::T* rows[W];   // weights of W outputs; the last one again beyond the end
+  const typename D::T* fetch;     // the weights after them, or null
+};
+
+template <typename D>
+inline Panel<D> panel_at(const LinearParams& p, int64_t n) {
+  Panel<D> panel;
+  const typename D::T* weight = static_cast<const typename D::T*>(p.weight);
+  for (int i = 0; i < W; ++i) panel.rows[i] = weight + least(n + i, p.out_dim - 1) * p.in_dim;
+  panel.fetch = n + 2 * W <= p.out_dim ? weight + (n + W) * p.in_dim : nullptr;
+  return panel;
+}
+
+template <typename D, bool Dot>
+inline void one_row(const LinearParams& p, const Panel<D>& panel, int64_t n, int64_t row) {
+  using T = typename D::T;
+  const T* x[1] = {static_cast<const T*>(p.x) + row * p.x_stride};
+  vf acc[W];
+  lane_sums<D, Dot, 1, W>(x, panel.rows, p.in_dim, row == 0 ? panel.fetch : nullptr, acc);
+  const vf y = sums_of<W>(acc) + bias_of<D>(p, n);
+  store_of<D>(static_cast<T*>(p.out) + row * p.out_dim, n, p.out_dim, y);
+}
+
+// Rows row .. row + kRowsTogether - 1, four outputs at a time.
+template <typename D, bool Dot>
+inline void some_rows(const LinearParams& p, const Panel<D>& panel, int64_t n, int64_t row) {
+  using T = typename D::T;
+  constexpr int R = kRowsTogether;
+  const T* x[R];
+  for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(p.x) + (row + r) * p.x_stride;
+  float y[R][W];
+  for (int i = 0; i < W; i += 4) {
+    vf acc[R * 4];
+    lane_sums<D, Dot, R, 4>(x, panel.rows + i, p.in_dim, nullptr, acc);
+    for (int part = 0; part < R * 4; part += W) {
+      const vf sums = sums_of<W>(acc + part);
+      for (int j = 0; j < W; ++j) y[(part + j) / 4][i + (part + j) % 4] = sums[j];
+    }
+  }
+  const vf bias = bias_of<D>(p, n);
+  for (int r = 0; r < R; ++r) {
+    T* out = static_cast<T*>(p.out) + (row + r) * p.out_dim;
+    store_of<D>(out, n, p.out_dim, loadf(y[r]) + bias);
+  }
+}
+
 template <typename D, bool Dot>
 void linear_panel(const LinearParams& p, int64_t n) {
-  using T = typename D::T;
-  const T* weight = static_cast<const T*>(p.weight);
-  const T* rows[W];
-  for (int i = 0; i < W; ++i) rows[i] = weight + least(n + i, p.out_dim - 1) * p.in_dim;
-  const vf bias = bias_of<D>(p, n);
-  const T* fetch = n + 2 * W <= p.out_dim ? weight + (n + W) * p.in_dim : nullptr;
-  for (int64_t r = 0; r < p.rows; ++r) {
-    const T* x = static_cast<const T*>(p.x) + r * p.x_stride;
-    const vf y = panel_dots<D, Dot>(x, rows, p.in_dim, r == 0 ? fetch : nullptr) + bias;
-    store_of<D>(static_cast<T*>(p.out) + r * p.out_dim, n, p.out_dim, y);
-  }
+  const Panel<D> panel = panel_at<D>(p, n);
+  int64_t row = 0;
+  for (; row + kRowsTogether <= p.rows; row += kRowsTogether) some_rows<D, Dot>(p, panel, n, row);
+  for (; row < p.rows; ++row) one_row<D, Dot>(p, panel, n, row);
 }
 
 // run(first, last) over [0, panels) in items of about kItemBytes of weights.

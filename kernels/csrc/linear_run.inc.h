@@ -1,9 +1,12 @@
-// Chooses the path of a linear layer: tiles where they exist and fit, else direct.
+// Chooses the path of a linear layer: by how the weights are packed, never by the number of rows.
 
 inline int linear(const LinearParams& p, void* workspace) {
+  if (p.packing != kRowMajor) {
 #ifdef SW_AMX
-  if (linear_fits_tiles(p)) return linear_tiles(p, workspace);
+    if (linear_fits_tiles(p)) return linear_tiles(p, workspace);
 #endif
+    return kUnsupported;
+  }
   (void)workspace;
   switch (p.dtype) {
     case kF32: return linear_direct<F32, false>(p);

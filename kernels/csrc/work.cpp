@@ -21,14 +21,9 @@ struct Divider {
     int64_t lo = p.context_starts[row];
     if (p.window > 0) lo = most(lo, position - p.window + 1);
     const int64_t hi = position + count;
-    // Splits begin at multiples of the key block, wherever `lo` is.
-    const int64_t base = lo / kKeyBlock * kKeyBlock;
-    const int64_t keys = most(hi - base, 1);
-    int64_t step = keys;
-    if (may_split) {
-      step = most(kSplitKeys, ceil_div(ceil_div(keys, kMaxSplits), kKeyBlock) * kKeyBlock);
-    }
-    const int64_t splits = ceil_div(keys, step);
+    const int64_t base = lo / kSegmentKeys * kSegmentKeys;
+    const int64_t step = may_split ? kSegmentKeys : most(hi - base, 1);
+    const int64_t splits = ceil_div(most(hi - base, 1), step);
     const int64_t rows = count * group;
     needs.max_rows = most(needs.max_rows, rows);
     for (int64_t head = 0; head < p.num_kv_heads; ++head) {

@@ -1,9 +1,10 @@
 // How the attention of one step is divided into items. Independent of the instruction set.
 //
-// An item is one row's run of queries ("tile"), one K/V head, and one range of keys ("split").
-// The division of a row depends on that row alone, never on the rest of the batch or on the
-// number of threads; splits of a tile are merged in their order by whichever item ends last. So a
-// row's result is bitwise the same in any batch and on any number of threads.
+// An item is one row's run of queries ("tile"), one K/V head, and one range of keys: all that the
+// tile sees, or one segment of them. Segments begin at multiples of 512 keys of the sequence, each
+// has a running softmax of its own, and they are merged in order, by the item that covers them all
+// or by whichever of several ends last. So a query's result is bitwise the same however its context
+// was cut into steps, in any batch, and on any number of threads.
 #pragma once
 
 #include <stdint.h>
@@ -12,30 +13,27 @@
 
 namespace sw {
 
-constexpr int kKeyBlock = 64;     // keys scored at once; splits begin at multiples of it
-constexpr int kSplitKeys = 512;   // least keys of a split
-constexpr int kMaxSplits = 16;    // of one tile
-constexpr int kSmallRows = 32;    // a row with at most this many (query, head) pairs is one tile
-constexpr int kSplitTiles = 4;    // a row of fewer tiles than this is split over keys
+constexpr int kKeyBlock = 64;      // keys scored at once; begin at multiples of it
+constexpr int kSegmentKeys = 512;  // keys with one running softmax; begin at multiples of it
+constexpr int kSmallRows = 32;     // a row with at most this many (query, head) pairs is one tile
+constexpr int kSplitTiles = 4;     // segments of a row of fewer tiles are items of their own
 
 struct AttentionItem {
   int32_t row;
   int32_t kv_head;
   int32_t first;    // first query of the tile, counted in the row
   int32_t count;    // queries in the tile
-  int32_t lo, hi;   // keys of this split
-  int32_t split;    // index of this split
-  int32_t splits;   // splits of the tile; 1: no merging
+  int32_t lo, hi;   // keys of this item: one segment of several, or all keys of the tile
+  int32_t split;    // index of this segment
+  int32_t splits;   // items of the tile; 1: it merges its segments itself
   int64_t state;    // where the tile's split states begin in `states` (floats)
   int64_t counter;  // index of the tile's countdown in `counters`
 };
 
-// Floats of one tile state: output [rows, padded dim], then maximum and sum [rows]. Large tiles
-// have room for whole groups of 16 rows, which tile registers write together.
+// Floats of one tile state: output [rows, padded dim], then maximum and sum [rows]. There is room
+// for whole groups of 16 rows, which tile registers write together.
 constexpr int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
-constexpr int64_t padded_rows(int64_t rows) {
-  return rows > kSmallRows ? (rows + 15) / 16 * 16 : rows;
-}
+constexpr int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 constexpr int64_t state_floats(int64_t rows, int64_t head_dim) {
   return padded_rows(rows) * (padded_dim(head_dim) + 2);
 }

@@ -145,22 +145,19 @@ class Embedding:
         config, reader = build.config, build.reader
         shape = [config.vocab_size, config.hidden_size]
         self.ops = build.ops
-        self.weight = reader.tensor("model.embed_tokens.weight", shape)
+        weight = reader.tensor("model.embed_tokens.weight", shape)
         self.scale: Tensor | None = None
         if config.embedding_scale != 1.0:
             # Rounded to the weights' type before it multiplies, as the model was trained.
-            self.scale = torch.tensor(config.embedding_scale).to(self.weight.dtype)
-        head = self.weight
-        if not config.tied_embeddings:
-            head = reader.tensor("lm_head.weight", shape)
-        self.head: Any = build.ops.pack(head)
-        if config.tied_embeddings and isinstance(self.head, Tensor):
-            self.weight = self.head  # packed as a tensor: one copy serves both
+            self.scale = torch.tensor(config.embedding_scale).to(weight.dtype)
+        tied = config.tied_embeddings
+        self.head: Any = build.ops.pack(weight if tied else reader.tensor("lm_head.weight", shape))
+        self.weight: Any = self.head if tied else weight  # one copy serves both
         self.final_soft_cap = config.final_soft_cap
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, d] of token_ids [T] int64."""
-        rows = self.weight[token_ids]
+        rows = self.ops.rows(self.weight, token_ids)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:

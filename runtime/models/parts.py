@@ -92,12 +92,12 @@ class TokenTable:
 
     def __init__(self, ops: Ops, embedding: Tensor, head: Tensor | None) -> None:
         self.ops = ops
-        self.weight = embedding
         self.head: Any = ops.pack(embedding if head is None else head)
+        self.weight: Any = self.head if head is None else embedding  # one copy serves both
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, d]."""
-        return self.weight[token_ids]
+        return self.ops.rows(self.weight, token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, d] -> [N, V] float32 (float64 in a float64 model)."""

@@ -13,6 +13,7 @@ import random
 import msgspec
 import pytest
 
+from statewise.kernels import cpu_backend
 from statewise.runtime.clock import SystemClock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.engine.build import BuiltRuntime, build_runtime
@@ -24,6 +25,7 @@ from statewise.runtime.messages import (
     TokenizedRequest,
     pack_ids,
 )
+from statewise.runtime.models.tiny import TinySize
 from statewise.runtime.sampling_params import SamplingParams
 from support.tiny import tiny_model
 
@@ -37,10 +39,10 @@ Answer = tuple[list[int], list[float]]
 
 
 @functools.cache
-def built(arch: str, backend: str, dtype: str, pages: int) -> BuiltRuntime:
+def built(arch: str, backend: str, dtype: str, pages: int, head_dim: int = 16) -> BuiltRuntime:
     """A runtime whose pools hold `pages` pages of each group."""
     args = ServerArgs(
-        model_path=str(tiny_model(arch)),
+        model_path=str(tiny_model(arch, TinySize(head_dim=head_dim))),
         dtype=dtype,
         attention_backend=backend,
         page_size=PAGE,
@@ -160,6 +162,23 @@ def test_answers_equal_a_cold_run(arch, backend, seed):
         expected_ids, expected_logprobs = cold(oracle, prompt, max_new)
         assert ids == expected_ids, (seed, rid)
         assert logprobs == pytest.approx(expected_logprobs, abs=2e-4), (seed, rid)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_answers_are_bit_equal_to_a_cold_run(arch, dtype, seed, monkeypatch):
+    """Tokens and log probabilities, in any batch, in any chunks, after a hit as after a miss."""
+    monkeypatch.setattr(cpu_backend, "MIN_PACKED_BYTES", 0)  # tiny matrices as tiles too
+    parts = built(arch, "cpu", dtype, 90, 32)
+    rng = random.Random(seed)
+    settings = {
+        "chunked_prefill_size": rng.choice([PAGE, 3, 17, 32]),
+        "max_running_requests": rng.choice([3, 8]),
+    }
+    answers = scenario(parts, 100 + seed, **settings)
+    for rid, (prompt, max_new, answer) in answers.items():
+        assert answer == cold(parts, prompt, max_new), (seed, rid)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

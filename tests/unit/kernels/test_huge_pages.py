@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 
+import pytest
 import torch
 
 from statewise.kernels.cpu_backend import MIN_PACKED_BYTES, CpuOps
@@ -63,3 +64,17 @@ def test_packing_copies_what_is_large() -> None:
     assert packed.is_contiguous()
     assert torch.equal(packed, large)
     assert packed.data_ptr() != large.data_ptr()
+
+
+@needs_native
+def test_rows_of_packed_weights_are_the_weights() -> None:
+    ops = CpuOps()
+    for shape in ((300, 128), (1000, 96), (33, 2048), (500, 100)):
+        weight = torch.randn(shape).bfloat16()
+        packed = ops.pack(weight)
+        indices = torch.tensor([0, shape[0] - 1, 17, 17, 31, 32])
+        assert torch.equal(ops.rows(packed, indices), weight[indices])
+        assert torch.equal(ops.rows(packed, torch.arange(shape[0])), weight)
+        for bad in (-1, shape[0]):
+            with pytest.raises(IndexError):
+                ops.rows(packed, torch.tensor([0, bad if bad > 0 else -shape[0] - 1]))
