@@ -38,17 +38,22 @@ from statewise.runtime.server.supervisor import MODULES, Supervisor
 ABORT_GRACE_S = 0.5  # for terminal events of aborted requests to reach their clients
 HTTP_GRACE_S = 2  # for answers being written when the server stops
 EXIT_FAILED = 1
+BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OperatingError that says what to do where it cannot."""
+    """Return a listening socket. Raises OperatingError that says what to do where it cannot.
+
+    It listens at once: two servers may both bind a port on which nobody listens yet.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise OperatingError(
@@ -86,7 +91,11 @@ class Server:
         metrics = Metrics(model_name_of(args), with_sglang_names=args.sglang_metrics)
         inbox = self._directory.address(links.SERVER, 0)
         max_open = args.max_queued_requests + args.max_running_requests
-        self._broker = Broker(inbox, max_open, self._clock, metrics)
+        try:
+            self._broker = Broker(inbox, max_open, self._clock, metrics)
+        except OperatingError:
+            self._directory.remove()
+            raise
         self._service = Service(args, self._broker, metrics, self._clock)
         self._supervisor = Supervisor(args, self._directory, self._clock, self._service, modules)
         self._service.supervisor = self._supervisor
@@ -211,7 +220,7 @@ def _make_http(service: Service) -> uvicorn.Server:
         log_config=None,
         log_level="warning",
         access_log=False,
-        backlog=2048,
+        backlog=BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=HTTP_GRACE_S,
         server_header=False,

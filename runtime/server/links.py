@@ -77,11 +77,18 @@ class SocketDirectory:
 
 
 def _locked(directory: Path) -> int:
-    """Lock a new directory's lock file; nobody sees it before the lock is held."""
+    """Lock a new directory's lock file; nobody sees it before the lock is held.
+
+    Where that fails the directory is removed: without a lock nobody would take it for abandoned.
+    """
     new = directory / "new"
-    lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(directory / _LOCK)
+    try:
+        lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(directory / _LOCK)
+    except OSError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     return lock
 
 

@@ -127,3 +127,16 @@ def test_an_inbox_that_cannot_be_bound_names_its_address(
 ) -> None:
     with pytest.raises(OperatingError, match="absent/socket"):
         links.Inbox(context, f"ipc://{tmp_path}/absent/socket")
+
+
+def test_a_directory_that_cannot_be_locked_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(links, "_base_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(links.fcntl, "flock", full)
+    with pytest.raises(OperatingError, match="No space left on device"):
+        links.SocketDirectory()
+    assert list(tmp_path.iterdir()) == []
