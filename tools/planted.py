@@ -13,6 +13,7 @@ SNAPSHOTS = "tests/test_faults_snapshots.py"
 TREE = "tests/unit/radix/test_tree.py"
 POOL = "tests/unit/memory/test_block_pool.py"
 KEY = "tests/unit/radix/test_key.py"
+POLICY = "tests/unit/radix/test_policy.py"
 WORLDS = "tests/sim/test_laws.py::test_a_few_worlds_keep_every_law"
 
 
@@ -76,6 +77,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if order:\n                pins = next(iter(order))",
         "            if order and not retained:\n                pins = next(iter(order))",
         (f"{CACHE}::test_f6_a_long_requests_window_pages_do_not_push_out_kept_ones", TREE),
+    ),
+    Mutant(
+        "a node bared by eviction is never evicted",
+        "radix/topology.py",
+        "        if not parent.children and parent in self.recency:",
+        "        if not parent.children and parent in self.leaves:",
+        (POLICY, TREE),
+    ),
+    Mutant(
+        "a moved item keeps its first place",
+        "radix/order.py",
+        "        if self._scores.get(item) == score:\n            return",
+        "        if item in self._scores:\n            return",
+        ("tests/unit/radix/test_order.py",),
+    ),
+    Mutant(
+        "uses do not count",
+        "radix/policy.py",
+        "log(max(node.hits, 1) / sqrt(",
+        "log(1 / sqrt(",
+        (POLICY,),
     ),
     Mutant(
         "f7 no branch point is seen",

@@ -95,6 +95,20 @@ def test_only_lru_takes_the_history_with_a_window(policy: str, history_goes: boo
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_what_two_prompts_share_goes_after_both_of_them(policy: str) -> None:
+    harness = Harness(SCHEMAS["full"], policy)
+    shared = tokens_of(0, 6)
+    ends = [tokens_of(first, 3) for first in (1000, 2000)]
+    for end in ends:
+        run(harness, shared + end)
+    harness.evict(0, 6)
+    assert [cached(harness, shared + end) for end in ends] == [6, 6]
+    harness.evict(0, 6)
+    assert harness.tree.evictable(0) == 0
+    assert not harness.held[0]
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @pytest.mark.parametrize("schema_name", SCHEMAS)
 def test_whatever_the_policy_all_that_is_evictable_can_be_evicted(
     policy: str, schema_name: str
