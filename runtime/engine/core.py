@@ -347,9 +347,8 @@ class EngineCore:
 
     def _complete(self, request: Request, row: BatchRow, result: RowResult, now: float) -> None:
         if result.error:
-            reason = FinishReason(
-                "error", message=result.error, code="worker_error", http_status=500
-            )
+            code, status = ("invalid_grammar", 400) if result.is_invalid else ("worker_error", 500)
+            reason = FinishReason("error", message=result.error, code=code, http_status=status)
             self._finish(request, reason, keep_state=False)
             return
         self.scheduler.advance(request, row)

@@ -123,6 +123,7 @@ class RowResult:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""  # a row-level failure (NaN logits, say): the request ends with it
+    is_invalid: bool = False  # the failure is of the request's own making: its grammar, its bias
     forced_ids: tuple[int, ...] = ()  # tokens that must follow `token_id`, by its grammar
 
 

@@ -140,7 +140,7 @@ class ModelRunner:
             logprobs, failed = prompts.get(i, ((), ""))
             error = token.error or failed
             if error:
-                results.append(RowResult(row.request_id, error=error))
+                results.append(RowResult(row.request_id, error=error, is_invalid=token.is_invalid))
                 continue
             forced = self._forced(row.sample, token.token_id)
             results.append(

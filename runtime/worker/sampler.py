@@ -52,6 +52,7 @@ class Sampled:
     token_id: int = -1
     logprob: TokenLogprob | None = None
     error: str = ""
+    is_invalid: bool = False  # the error is of the request's own making
 
 
 def is_plain(spec: SampleSpec) -> bool:
@@ -203,6 +204,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], mask_of: MaskOf) -> list
             continue
         token, error = (greedy[i], "") if is_plain(spec) else _sample_row(logits[i], spec, mask_of)
         out.append(
-            Sampled(error=error) if error else Sampled(token, _logprob(logits[i], spec, token))
+            Sampled(error=error, is_invalid=True)
+            if error
+            else Sampled(token, _logprob(logits[i], spec, token))
         )
     return out

@@ -174,3 +174,12 @@ def test_log_probabilities_of_a_prompt_alone(server: ServerProcess) -> None:
     assert meta["output_token_logprobs"] == []
     rest = server.post("/generate", {**asked, "logprob_start_len": 2}).json()["meta_info"]
     assert [token_id for _, token_id, _ in rest["input_token_logprobs"]] == ids[2:]
+
+
+def test_a_grammar_too_large_to_follow_is_the_requests_own_error(server: ServerProcess) -> None:
+    asked = {"text": "a", "sampling_params": {"regex": "((a{1000}){1000}){1000}"}}
+    scheduler = server.children()["scheduler"].pid
+    answer = server.post("/generate", asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_grammar"
+    assert server.children()["scheduler"].pid == scheduler

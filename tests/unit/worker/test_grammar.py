@@ -181,6 +181,7 @@ def test_a_limit_hit_while_a_grammar_is_followed_ends_the_request_alone(backend)
         assert good.error == ""
         other.append(good.token_id)
         failed = result.error
+        assert result.is_invalid == bool(failed)
         output.append(result.token_id)
     assert "grammar" in failed
     assert set(other) <= {ord("b"), EOS}

@@ -162,6 +162,7 @@ def test_not_finite_logits_end_their_own_row_only():
     )
     bad, fine, late = driver.step(*rows)
     assert "not finite" in bad.error
+    assert not bad.is_invalid
     assert bad.token_id == -1
     assert fine.error == ""
     assert fine.token_id == model.greedy(good, 1)[0]
