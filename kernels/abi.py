@@ -93,6 +93,14 @@ class TileParams(ctypes.Structure):
     _fields_ = fields("weight tiles rows out", "in_dim out_dim num_rows")
 
 
+class BlockRowsParams(ctypes.Structure):
+    """Blocks of all layers of a group, to rows or back."""
+
+    _fields_ = fields(
+        "layers blocks rows out", "num_layers num_blocks block_stride layer_bytes", "to_blocks"
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     AttentionParams,
     NormParams,
@@ -101,4 +109,5 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     LinearParams,
     DigestParams,
     TileParams,
+    BlockRowsParams,
 )

@@ -15,6 +15,7 @@ This module does not know what a block means, or when it must be checked.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,6 +43,45 @@ def block_digests(kv: Tensor, blocks: Tensor) -> Digests:
     if native.is_available():
         return _native_digests(kv, wanted)
     return numpy_digests(kv, wanted)
+
+
+class BlockRows:
+    """Copies blocks of a group's layers to rows of memory and back, digests included.
+
+    `layers` are pools [B, ...] of one shape, on the CPU, whose blocks are contiguous. A row holds
+    a block's layers one after the other. Runs on the calling thread and beside other kernels;
+    needs the native library.
+    """
+
+    def __init__(self, layers: Sequence[Tensor]) -> None:
+        first = layers[0]
+        assert all(kv.shape == first.shape and kv.is_contiguous() for kv in layers)
+        self._layers = np.array([kv.data_ptr() for kv in layers], dtype=np.uint64)
+        self._num_blocks = first.shape[0]
+        self._stride = first.stride(0) * first.element_size()
+        self._layer_bytes = _block_bytes(first)
+
+    def copy(
+        self, blocks: NDArray[np.int32], rows: NDArray[np.uint64], *, to_blocks: bool
+    ) -> Digests:
+        """Copy each block [n] to the row at its address [n], or back: [n, L] digests.
+
+        The digests are those of the blocks afterwards. IndexError for a block outside the pools.
+        """
+        out = np.empty((len(blocks), len(self._layers)), dtype=np.uint64)
+        if not len(blocks):
+            return out
+        if int(blocks.min()) < 0 or int(blocks.max()) >= self._num_blocks:
+            raise IndexError(f"blocks {blocks} of a pool of {self._num_blocks}")
+        wanted = np.ascontiguousarray(blocks, dtype=np.int32)
+        p = abi.BlockRowsParams()
+        p.layers, p.blocks = self._layers.ctypes.data, wanted.ctypes.data
+        p.rows, p.out = rows.ctypes.data, out.ctypes.data
+        p.num_layers, p.num_blocks = len(self._layers), len(wanted)
+        p.block_stride, p.layer_bytes = self._stride, self._layer_bytes
+        p.to_blocks = int(to_blocks)
+        native.load_library().sw_block_rows(ctypes.addressof(p))
+        return out
 
 
 def _checked_blocks(kv: Tensor, blocks: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ This module does not choose a plan and does not protect anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,7 @@ class Match:
         "nodes",
         "schema",
         "segments",
+        "slow_snapshots",
         "snapshots",
         "stamps",
         "starts",
@@ -114,6 +115,7 @@ class Match:
         self.starts: list[int] = []  # first page of each node, at the time of the match
         self.segments: list[tuple[Segment, ...]] = []  # of the nodes, at the time of the match
         self.snapshots: tuple[Snapshot, ...] = ()  # ascending position
+        self.slow_snapshots: Mapping[tuple[int, int], Tier] = {}  # (group, boundary) -> tier
         self._cache: dict[tuple[str, int, bool], Bool] = {}
         self._best: tuple[int, int] | None = None
 

@@ -54,7 +54,10 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy pages [start_page, end_page) of one group back from `tier` into device blocks."""
+    """Copy pages [start_page, end_page) of one group back from `tier` into device blocks.
+
+    Of a snapshot group: the one block that stands at boundary `start_page`.
+    """
 
     group: int
     start_page: int

@@ -54,6 +54,7 @@ class Budget:
     repair: bool = True
     rebuild: bool = True
     load: bool = True
+    front: bool = True  # may compute from the front while later pages are loaded
     terminal: bool = False  # may resume at a position inside a page
     max_sync_s: float = 0.01
 
@@ -153,7 +154,8 @@ class _Planner:
                 load_s = self.cost.load_s(target.load_bytes())
                 if load_s + self._prefill(page) <= best.total_s:
                     yield from self._repaired(target, load_s)
-                yield from self._front(target)
+                if self.budget.front:
+                    yield from self._front(target)
 
     def _reaches(self) -> list[Reach]:
         """Every choice of the slowest tier per group that could make a difference."""
@@ -170,8 +172,8 @@ class _Planner:
     def _positions(self, reach: Reach) -> list[int]:
         """Pages at which resuming is worth trying, deepest first."""
         pages = {self.have.num_pages, int(self._usable(reach)[-1]), *self.have.changes()}
-        for exact in self.have.exact.values():
-            pages.update(np.flatnonzero(exact)[-MAX_POSITIONS:].tolist())
+        for group, tier in self.have.snapshot_tier.items():
+            pages.update(np.flatnonzero(tier <= reach[group])[-MAX_POSITIONS:].tolist())
         for group in self.have.history:
             pages.update(self._depth_changes(group))
         for page in list(pages):

@@ -111,7 +111,7 @@ class Publisher:
             if source is not None:
                 columns[DEPENDENCY] = np.where(made[source].table[BLOCK] >= 0, seq, -1)
             present = int(np.count_nonzero(columns[BLOCK] >= 0))
-            self._ledger.note(group, Cause.PUBLISH, present)
+            self._ledger.note(group, written.cause, present)
             sums = written.sums_of(group, blocks)
             aside = NOTHING_ASIDE if sums is None else PageAside(checksums=sums)
             made[group] = Segment(columns, present, stamp if present else MIXED, aside)
@@ -164,7 +164,7 @@ class Publisher:
             if len(fill):
                 had = fill[blocks[fill] >= 0]
                 self._ledger.note(group, Cause.REPLACE, len(had))
-                self._ledger.note(group, Cause.PUBLISH, len(fill) - len(had))
+                self._ledger.note(group, written.cause, len(fill) - len(had))
                 replaced = had[blocks[had] != own[had]]
                 self._give_back(node, group, replaced + lo, freed, shared)
                 columns = self._columns(group, segments, fill + lo, own[fill], written)

@@ -2,7 +2,8 @@
 
     tier[g][page]    0 device, 1.. slower, NOWHERE      after validation's verdicts
     broken[g][page]  1 + deepest layer whose state must be written again, where tier is NOWHERE
-    exact[g]         boundaries at which a snapshot group can resume
+    snapshot_tier[g][boundary]   tier of a snapshot group's state there; DEVICE where none is needed
+    exact[g]         boundaries at which a snapshot group can resume as it stands
 
 A *reach* per group says how slow a tier a plan is willing to read: pages beyond it count as
 missing. Sums of bytes by tier are kept so that any range is priced by two look-ups.
@@ -48,8 +49,11 @@ class Residency:
         self.trailing = [g for g in groups if not match.schema.groups[g].kind.is_history]
         self.tier: dict[int, Int8] = {g: self._tiers(g) for g in self.paged}
         self.broken: dict[int, Int16] = {g: self._broken(g) for g in self.history}
-        self.exact: dict[int, Bool] = {
+        self.snapshot_tier: dict[int, Int8] = {
             g: self._snapshots(g) for g in self.trailing if g not in self.tier
+        }
+        self.exact: dict[int, Bool] = {
+            g: tier <= Tier.DEVICE for g, tier in self.snapshot_tier.items()
         }
         self._sums: dict[tuple[int, Tier], Int64] = {}
 
@@ -111,16 +115,20 @@ class Residency:
             good &= table[DEPENDENCY] == source[SEQ]
         return good
 
-    def _snapshots(self, group: int) -> Bool:
-        """[num_pages + 1] boundaries at which a snapshot group can resume."""
+    def _snapshots(self, group: int) -> Int8:
+        """[num_pages + 1] fastest tier whose snapshot is usable; DEVICE where none is needed."""
         spec = self.schema.groups[group]
         failed = {v.position for v in self.faults if v.group == group and v.position >= 0}
-        out = ~snapshot_boundaries(spec, self.num_pages, self.page_size)
+        needed = snapshot_boundaries(spec, self.num_pages, self.page_size)
+        out = np.where(needed, NOWHERE, Tier.DEVICE).astype(np.int8)
+        for (of_group, page), tier in self.match.slow_snapshots.items():
+            if of_group == group and page <= self.num_pages:
+                out[page] = min(int(out[page]), tier)
         for snapshot in self.match.snapshots:
             held = snapshot.block_of(group)
             usable = held is not None and held.stamp == self.match.stamps[group]
             if usable and not snapshot.is_terminal and snapshot.position not in failed:
-                out[snapshot.page] = True
+                out[snapshot.page] = Tier.DEVICE
         return out
 
     # ---------------------------------------------------------------- questions
@@ -128,7 +136,8 @@ class Residency:
     @property
     def slow_tiers(self) -> dict[int, list[Tier]]:
         """Per group the slower tiers that hold something the device does not."""
-        return {g: [t for t in SLOW if (self.tier[g] == t).any()] for g in self.paged}
+        every = {**self.tier, **self.snapshot_tier}
+        return {g: [t for t in SLOW if (tier == t).any()] for g, tier in every.items()}
 
     def good(self, group: int, reach: Tier) -> Bool:
         """[num_pages] pages usable when tiers up to `reach` are read."""
@@ -138,7 +147,8 @@ class Residency:
         """[num_pages + 1] boundaries at which the group could resume."""
         spec = self.schema.groups[group]
         if spec.kind.is_snapshot:
-            return self.exact[group]
+            there: Bool = self.snapshot_tier[group] <= reach
+            return there
         good = self.good(group, reach)
         if spec.kind.is_history:
             running = np.logical_and.accumulate(good)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix.forms import Form
+from statewise.radix.forms import Cause, Form
 from statewise.radix.segment import Tier
 
 Int32 = NDArray[np.int32]
@@ -84,6 +84,7 @@ class Written:
     generations, indexed by block; `checksums[group]` is [blocks of the pool, layers of the group]
     (both are read during the call, not kept). None: zeros, and no checksums. `forms[group]` is what
     the writer wrote into that group's blocks; a form of another kind raises (None: not checked).
+    `cause`: computed (PUBLISH), or copied back from a slower tier (LOAD).
     """
 
     stamps: tuple[int, ...]
@@ -91,6 +92,7 @@ class Written:
     generations: tuple[Int32 | None, ...] | None = None
     checksums: tuple[UInt64, ...] | None = None
     forms: tuple[Form, ...] | None = None
+    cause: Cause = Cause.PUBLISH
 
     def of_group(self, group: int) -> Int32 | None:
         """Look up the generation array of `group`."""

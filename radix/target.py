@@ -58,7 +58,7 @@ class Target:
                 )
         self.missing = {g: self._missing(g) for g in have.paged}  # pages to be written again
         self.lacking = [  # snapshot groups without a snapshot here
-            g for g, exact in have.exact.items() if not exact[page]
+            g for g, tier in have.snapshot_tier.items() if tier[page] > reach[g]
         ]
 
     def _usable(self, group: int) -> Bool:
@@ -201,9 +201,20 @@ class Target:
             for lo, hi in self.have.needed(group, self.page):
                 yield group, max(lo, front) if is_history else lo, hi
 
+    def snapshot_loads(self) -> list[Load]:
+        """Snapshots to copy back: one block each, named by the boundary they stand at."""
+        return [
+            Load(group, self.page, self.page + 1, Tier(int(tier[self.page])))
+            for group, tier in self.have.snapshot_tier.items()
+            if Tier.DEVICE < tier[self.page] <= self.reach[group]
+        ]
+
     def load_bytes(self, front: int = 0) -> dict[Tier, float]:
         """Bytes to copy from each slower tier."""
         sizes: dict[Tier, float] = {}
+        for load in self.snapshot_loads():
+            size = self.schema.groups[load.group].block_bytes(self.have.page_size)
+            sizes[load.tier] = sizes.get(load.tier, 0.0) + size
         for group, lo, hi in self.load_ranges(front):
             for tier in SLOW:
                 if tier > self.reach[group] or lo >= hi:
@@ -217,7 +228,7 @@ class Target:
 
     def loads(self, front: int = 0) -> list[Load]:
         """Load steps, each page once."""
-        out = []
+        out = self.snapshot_loads()
         for group, lo, hi in self.load_ranges(front):
             tiers = self.have.tier[group][lo:hi]
             for tier in SLOW:

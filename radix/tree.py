@@ -359,15 +359,17 @@ class RadixTree:
             written.seq & SEQ_MASK,
             () if sums is None else tuple(sums[0].tolist()),
         )
-        return self._hold(checkpoint, held, node)
+        return self._hold(checkpoint, held, node, written.cause)
 
     def _root_of(self, lease: Lease) -> Node:
         return self.topology.root(lease.namespace)
 
-    def _hold(self, checkpoint: Checkpoint, held: StateBlock, node: Node) -> int | None:
+    def _hold(
+        self, checkpoint: Checkpoint, held: StateBlock, node: Node, cause: Cause
+    ) -> int | None:
         known = checkpoint.block_of(held.group)
         if known is None:
-            self.ledger.note(held.group, Cause.PUBLISH, 1)
+            self.ledger.note(held.group, cause, 1)
             self.trailing.add_block(checkpoint, held)
             return None
         if known.stamp == held.stamp:

@@ -26,14 +26,21 @@ def _count(group: str, text: str, low: int = 0) -> Meta:
     return Meta(description=text, ge=low, extra={"group": group, "choices": ()})
 
 
+def _size(group: str, text: str) -> Meta:
+    return Meta(description=text, ge=0.0, extra={"group": group, "choices": ()})
+
+
 def _share(group: str, text: str) -> Meta:
     return Meta(description=text, ge=0.0, le=1.0, extra={"group": group, "choices": ()})
 
+
+CODECS = ("none", "zstd", "lz4", "shuffle-zstd", "shuffle-lz4")
 
 GROUPS = {
     "model": "what is served",
     "http": "who may ask, and where",
     "memory": "how much cached state is kept",
+    "tiers": "where cached state goes that does not fit the device",
     "scheduling": "what runs next",
     "kernels": "how it is computed",
     "service": "watching and logging",
@@ -153,6 +160,40 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         int, _count("memory", "tokens between kept trailing states on long prefills", 1)
     ] = 4096
 
+    host_cache_gb: Annotated[
+        float, _size("tiers", "host memory for cached state that leaves the device, in GB; 0: none")
+    ] = 0.0
+    disk_cache_dir: Annotated[
+        str,
+        _help(
+            "tiers",
+            "directory of this server alone where cached state outlives a restart; empty: none",
+        ),
+    ] = ""
+    disk_cache_gb: Annotated[float, _size("tiers", "room in that directory, in GB")] = 0.0
+    disk_cache_codec: Annotated[
+        str,
+        _help("tiers", "compression on disk; it rarely pays (docs/tiers.md)", *CODECS),
+    ] = "none"
+    remote_cache: Annotated[
+        str,
+        _help(
+            "tiers",
+            "object store that servers share: s3://BUCKET/PREFIX?endpoint=URL, file:///DIR; "
+            "empty: none",
+        ),
+    ] = ""
+    remote_cache_codec: Annotated[
+        str, _help("tiers", "compression in the object store", *CODECS)
+    ] = "none"
+    cache_ttl_hours: Annotated[
+        float, _size("tiers", "age at which state on disk is not used any more; 0: any")
+    ] = 0.0
+    cache_key_file: Annotated[
+        str,
+        _help("tiers", "file of 32 random bytes: encrypt state on disk and in the object store"),
+    ] = ""
+
     max_running_requests: Annotated[
         int, _count("scheduling", "most requests that run at the same time", 1)
     ] = 64
@@ -264,7 +305,25 @@ def checked(settings: dict[str, Any]) -> ServerArgs:
             )
     if args.tp_size != 1:
         raise InvalidRequestError("setting 'tp_size': this version serves from one device")
+    _check_tiers(args)
     return args
+
+
+def _check_tiers(args: ServerArgs) -> None:
+    """Refuse settings of slower tiers that do not go together."""
+    if bool(args.disk_cache_dir) != bool(args.disk_cache_gb):
+        raise InvalidRequestError(
+            "a disk cache needs both settings 'disk_cache_dir' and 'disk_cache_gb'"
+        )
+    has_tiers = bool(args.host_cache_gb or args.disk_cache_dir or args.remote_cache)
+    if has_tiers and args.disable_radix_cache:
+        raise InvalidRequestError(
+            "setting 'disable_radix_cache' leaves nothing that slower tiers could hold"
+        )
+    if args.cache_key_file and not (args.disk_cache_dir or args.remote_cache):
+        raise InvalidRequestError(
+            "setting 'cache_key_file' encrypts 'disk_cache_dir' and 'remote_cache': name one"
+        )
 
 
 def meta_of(field: msgspec.structs.FieldInfo) -> Meta:

@@ -99,7 +99,8 @@ class CacheReport(msgspec.Struct, frozen=True, omit_defaults=True):
     matched: int = 0  # logical hit
     reused: int = 0  # effective reuse: used as it stood
     repaired: int = 0  # replayed to make trailing or partial state exact
-    loaded: int = 0  # copied back from a slower tier
+    loaded: int = 0  # copied back from slower tiers
+    loaded_from: dict[str, int] = {}  # of these, by tier
     recomputed: int = 0  # matched, yet computed again
     computed: int = 0  # prompt tokens never matched
     level: str = "none"  # none | direct | load | repair | rebuild | recompute | bounded

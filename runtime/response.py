@@ -74,8 +74,8 @@ class ResponseBuilder:
             "cached_tokens": self.usage.cached_tokens,
             "cached_tokens_details": {
                 "device": report.reused if report else 0,
-                "host": report.loaded if report else 0,
-                "storage": 0,
+                "host": _loaded(report, "host"),
+                "storage": _loaded(report, "disk") + _loaded(report, "remote"),
             },
             "weight_version": self.usage.weight_version,
             "num_retractions": self.usage.num_retractions,
@@ -135,3 +135,8 @@ def cache_report(report: CacheReport | None) -> dict[str, Any] | None:
     shown["groups"] = [msgspec.structs.asdict(group) for group in report.groups]
     shown["verdicts"] = list(report.verdicts)
     return shown
+
+
+def _loaded(report: CacheReport | None, tier: str) -> int:
+    """Tokens whose state came back from a tier."""
+    return report.loaded_from.get(tier, 0) if report else 0

@@ -224,8 +224,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f34 the first group is evicted from",
         BLOCKS,
-        "self._tree.evict(group, count - pool.num_free)",
-        "self._tree.evict(0, count - pool.num_free)",
+        "self._tree.evict(group, missing)",
+        "self._tree.evict(0, missing)",
         (f"{CACHE}::test_f34_the_short_pool_is_named_and_evicted_from",),
     ),
     Mutant(

@@ -136,6 +136,20 @@ struct DigestParams {
   int64_t block_bytes;
 };
 
+// Blocks of all layers of a group, copied out to rows or back. A row holds a block's layers one
+// after the other.
+struct BlockRowsParams {
+  uint8_t* const* layers;  // [num_layers] pools
+  const int32_t* blocks;   // [num_blocks]
+  uint8_t* const* rows;    // [num_blocks]
+  uint64_t* out;           // [num_blocks, num_layers] digests of the blocks afterwards
+  int64_t num_layers;
+  int64_t num_blocks;
+  int64_t block_stride;  // bytes, the same in all layers
+  int64_t layer_bytes;   // of one block
+  int32_t to_blocks;     // 1: rows into blocks
+};
+
 // A group of entries in one step: one vector [dim] for `ratio` tokens.
 struct EntryGroup {
   const void* pool;           // [B, entries_per_page, dim], block stride block_stride; or null

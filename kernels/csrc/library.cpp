@@ -136,6 +136,7 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 4: return sizeof(sw::LinearParams);
     case 5: return sizeof(sw::DigestParams);
     case 6: return sizeof(sw::TileParams);
+    case 7: return sizeof(sw::BlockRowsParams);
     default: return 0;
   }
 }
@@ -212,5 +213,16 @@ SW_EXPORT int32_t sw_unpack_rows(sw::TileParams* p) {
 SW_EXPORT int32_t sw_digest(sw::DigestParams* p) {
   const std::lock_guard<std::mutex> hold(sw::g_lock);
   sw::kernels().digests(*p);
+  return sw::kOk;
+}
+
+// Uses no threads and no workspace: it runs beside whatever holds the lock.
+SW_EXPORT int32_t sw_block_rows(sw::BlockRowsParams* p) {
+  const sw::Kernels* table;
+  {
+    const std::lock_guard<std::mutex> hold(sw::g_lock);
+    table = &sw::kernels();
+  }
+  table->block_rows(*p);
   return sw::kOk;
 }

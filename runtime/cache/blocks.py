@@ -8,7 +8,7 @@ This module does not know what a block is for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 
 Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
 
 
 class Blocks:
@@ -34,6 +35,8 @@ class Blocks:
     ) -> None:
         self.pools = pools
         self.sums = sums
+        # Whether blocks have a copy in a slower tier, so that an eviction loses nothing.
+        self.has_copy: Callable[[int, Int32], Bool] | None = None
         self._tree = tree
         self._counters = counters
 
@@ -67,12 +70,21 @@ class Blocks:
         pool = self.pools[group]
         if pool.num_free >= count:
             return
-        freed = self._tree.evict(group, count - pool.num_free)
-        for g, blocks in enumerate(freed.blocks):
-            self._counters.left(g, "room" if g == group else "follows", len(blocks))
-        self._free(freed)
+        missing = count - pool.num_free - pool.num_parked
+        if missing > 0:
+            freed = self._tree.evict(group, missing)
+            for g, blocks in enumerate(freed.blocks):
+                self._count_evicted(g, blocks, "room" if g == group else "follows")
+            self._free(freed)
         if pool.num_free < count:
             raise OutOfBlocksError(pool.group, count, pool.num_free)
+
+    def _count_evicted(self, group: int, blocks: Int32, cause: str) -> None:
+        demoted = 0
+        if self.has_copy is not None and len(blocks):
+            demoted = int(np.count_nonzero(self.has_copy(group, blocks)))
+        self._counters.left(group, "demoted", demoted)
+        self._counters.left(group, cause, len(blocks) - demoted)
 
     def take_back(self, freed: Freed, cause: str) -> None:
         """Free what the tree has let go; `cause` is a word for the counters."""

@@ -81,7 +81,7 @@ class CacheCounters:
     def evicted(self, group: int) -> int:
         """Blocks of `group` that made room for others."""
         name = self._names[group]
-        causes = ("room", "follows")
+        causes = ("room", "follows", "demoted")
         return int(sum(self.evicted_blocks.of(group=name, cause=c) for c in causes))
 
     @property

@@ -15,17 +15,21 @@ This module does not schedule, and never sees a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix import (
+    Cause,
     Match,
     Namespace,
     RadixTree,
     StaleMatchError,
+    Tier,
     TokenKey,
     Written,
     eviction_policy,
@@ -42,16 +46,21 @@ from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.patrol import CachePatrol
+from statewise.runtime.cache.promotion import Offer, Promotion
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.cache.snapshots import Snapshots
+from statewise.runtime.cache.tiering import Tiering
 from statewise.runtime.cache.validity import Validity
+from statewise.runtime.clock import Clock
 from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.events import EventLog
 from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.messages import CacheOptions, CacheReport
+from statewise.runtime.tiers.page import GroupShape
+from statewise.runtime.tiers.tiers import Tiers
 
 Int32 = NDArray[np.int32]
 
@@ -65,12 +74,18 @@ class Lookup:
     plan: RecoveryPlan
     verdicts: tuple[Verdict, ...]
     prompt_len: int
-    tree_version: tuple[int, int]
+    tree_version: tuple[int, ...]
+    offer: Offer | None = None  # a quicker plan, which loads from slower tiers first
 
     @property
     def position(self) -> int:
         """Where ordinary computation begins, in tokens."""
         return self.plan.position
+
+    @property
+    def promised_position(self) -> int:
+        """Where it would begin after what slower tiers offer was loaded."""
+        return self.plan.position if self.offer is None else self.offer.plan.position
 
     @property
     def is_hit(self) -> bool:
@@ -82,12 +97,12 @@ class Lookup:
         """Where trailing state should be kept for the next request; 0: nowhere."""
         return (self.match.branch_position or 0) if self.match is not None else 0
 
-    def report(self) -> CacheReport:
-        """Why each prompt token is or is not reused."""
+    def report(self, loaded: Mapping[int, Tier] | None = None) -> CacheReport:
+        """Why each prompt token is or is not reused; `loaded` pages were copied back for it."""
         if self.match is None:
             size = self.prompt_len
             return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
-        return build_report(self.match, self.plan, self.verdicts, self.prompt_len)
+        return build_report(self.match, self.plan, self.verdicts, self.prompt_len, loaded or {})
 
 
 NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)
@@ -123,7 +138,6 @@ class PrefixCache:
             BlockPool(group.name, count)
             for group, count in zip(schema.groups, num_blocks, strict=True)
         )
-        self.cost = CostObserver(cost)
         self._copies = CopyQueue()
         self.counters = CacheCounters(schema)
         sums = BlockChecksums(schema, num_blocks, digest if audit_rate > 0.0 else None)
@@ -137,6 +151,21 @@ class PrefixCache:
         self.has_snapshots = bool(self._snapshots.groups)
         self._seq = 0
         self._live: set[Sequence] = set()
+        self.tiering: Tiering | None = None
+        self.use_cost(cost)
+
+    def use_tiers(self, tiers: Tiers, clock: Clock) -> None:
+        """Keep state in slower tiers too; the cache owns and closes them."""
+        assert self.enabled, "a cache that is off has nothing for slower tiers"
+        self.tiering = Tiering(self.tree, self._blocks, tiers, self._written_by_load, clock)
+        self._blocks.has_copy = self.tiering.mirror.has
+        self.tiering.observe(self.cost)
+
+    def use_cost(self, cost: CostModel) -> None:
+        """Plan with these figures from now on; observations refine them."""
+        self.cost = CostObserver(cost)
+        if self.tiering is not None:
+            self.tiering.observe(self.cost)
 
     @property
     def audits(self) -> bool:
@@ -144,16 +173,22 @@ class PrefixCache:
         return self.validity.audit_rate > 0.0
 
     @property
-    def version(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, ...]:
         """Changes whenever a lookup may answer differently."""
-        return self.tree.version, self._seq
+        tiers = 0 if self.tiering is None else self.tiering.version
+        return self.tree.version, self._seq, tiers
 
-    def expect(self, schema: CacheSchema, weights_epoch: int) -> None:
+    def expect(
+        self, schema: CacheSchema, weights_epoch: int, shapes: Many[GroupShape] = ()
+    ) -> None:
         """Other weights, versions or layouts from now on: older state is not found any more.
 
-        No flush and no scan: it is replaced or evicted in time. Nothing may be running.
+        No flush and no scan: it is replaced or evicted in time. Nothing may be running. `shapes`
+        name the new state in slower tiers.
         """
         assert not self._live, "running requests hold state of the old weights"
+        if self.tiering is not None:
+            self.tiering.rebind(shapes)
         self.validity.expect(schema, weights_epoch)
 
     # ---------------------------------------------------------------- lookup and begin
@@ -180,10 +215,6 @@ class PrefixCache:
         terminal = self.has_snapshots and granularity == 1
         position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
         verdicts, passed = self.validity.verdicts(match, position, audit=audit and self.audits)
-        if passed and position % granularity == 0:
-            steps = (Reuse(0, position),) if position else ()
-            direct = RecoveryPlan(position, Level.DIRECT, steps, None, position)
-            return Lookup(namespace, match, direct, (), len(tokens), self.version)
         budget = Budget(
             len(tokens),
             granularity,
@@ -193,12 +224,46 @@ class PrefixCache:
             load=False,
             terminal=terminal,
         )
+        if passed and position % granularity == 0:
+            chosen = self._direct(position, len(tokens))
+            verdicts = ()
+        else:
+            chosen = self._planned(match, verdicts, budget)
+        offer = None
+        if self.tiering is not None:
+            offer = self.tiering.offer(match, verdicts, chosen, budget, self.cost)
+        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version, offer)
+
+    def _planned(self, match: Match, verdicts: tuple[Verdict, ...], budget: Budget) -> RecoveryPlan:
+        """The cheapest plan; a bounded one where that is allowed and cheaper."""
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
         has_faults = any(v.is_fault for v in verdicts)
-        if self._bounded_tokens and granularity == 1 and not (direct_only or has_faults):
+        may_bound = budget.granularity == 1 and budget.repair and not has_faults
+        if self._bounded_tokens and may_bound:
             known = (match, chosen, self._bounded_tokens, self.cost.model, budget)
             chosen = bounded_plan(*known) or chosen
-        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version)
+        return chosen
+
+    def _direct(self, position: int, num_tokens: int) -> RecoveryPlan:
+        """Use everything that matched as it stands."""
+        steps = (Reuse(0, position),) if position else ()
+        seconds = self.cost.model.prefill_s(position, num_tokens) if self.tiering else 0.0
+        return RecoveryPlan(position, Level.DIRECT, steps, None, position, total_s=seconds)
+
+    def promote(self, lookup: Lookup) -> Promotion:
+        """Start to load what the lookup's offer names.
+
+        Raises `OutOfBlocksError` or `StaleMatchError`; nothing is held then.
+        """
+        assert self.tiering is not None
+        assert lookup.match is not None
+        assert lookup.offer is not None
+        match = self.tree.match(lookup.namespace, lookup.match.key)
+        if lookup.tree_version != self.version:
+            raise StaleMatchError("the tree has changed since the lookup")
+        self.validity.discard(match, lookup.verdicts, "use")
+        match = self.tree.match(lookup.namespace, match.key)
+        return self.tiering.promote(match, lookup.offer)
 
     def _without_faults(self, lookup: Lookup, match: Match) -> Match:
         """Drop what the lookup's verdicts name; returns the match without it.
@@ -285,6 +350,10 @@ class PrefixCache:
             if sequence.is_private:  # the working blocks stand there, and are nobody else's
                 return
             sequence.standing = Standing(resume, self._snapshots.needed_at(resume), made)
+
+    def _written_by_load(self) -> Written:
+        self._seq += 1
+        return replace(self._written(), cause=Cause.LOAD)
 
     def _written(self) -> Written:
         generations = tuple(pool.generations for pool in self.pools)
@@ -416,12 +485,19 @@ class PrefixCache:
             sequence.tables[g][gone_from:first] = -1
 
     def finish(
-        self, sequence: Sequence, tokens: Int32, num_computed: int, *, snapshot: bool = True
+        self,
+        sequence: Sequence,
+        tokens: Int32,
+        num_computed: int,
+        *,
+        snapshot: bool = True,
+        resume_at: int = 0,
     ) -> None:
         """Give back everything the request held; what it published stays cached.
 
         The trailing state at its end is kept as a checkpoint, at the exact position where the
         model has snapshots and one is wanted. `num_computed` 0: nothing of it is to be kept.
+        `resume_at`: where its own prompt would resume if it came again.
         """
         lease = None if sequence.is_private else sequence.lease
         if lease is not None and num_computed and sequence.num_published:
@@ -430,6 +506,10 @@ class PrefixCache:
             key = TokenKey(tokens[:num_computed])
             self._seq += 1
             self._snapshots.end(sequence, key, num_computed, self._written())
+        if lease is not None and num_computed and self.tiering is not None:
+            published = sequence.num_published * self.schema.page_size
+            key = TokenKey(tokens[:published])
+            self.tiering.demotion.note(sequence.namespace, key, min(resume_at, published))
         self.cancel(sequence)
 
     # ---------------------------------------------------------------- epochs, leases, questions
@@ -471,7 +551,12 @@ class PrefixCache:
         self.validity.discard(match, verdicts, "recall")
 
     def flush(self) -> dict[str, int]:
-        """Drop every cached page that no lease protects; returns blocks freed per group."""
+        """Drop every cached page that no lease protects; returns blocks freed per group.
+
+        Slower tiers forget what they hold as well.
+        """
+        if self.tiering is not None:
+            self.tiering.clear()
         freed = self.tree.flush()
         self._blocks.take_back(freed, "flush")
         return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
@@ -481,11 +566,15 @@ class PrefixCache:
         out = {}
         for g, pool in enumerate(self.pools):
             running = sum(len(sequence.owned(g)) for sequence in self._live)
+            loading = 0
+            if self.tiering is not None:
+                loading = sum(len(p.blocks(g)) for p in self.tiering.promotions.open)
             out[pool.group] = {
                 "total": pool.num_blocks,
                 "free": pool.num_free,
                 "limbo": pool.num_limbo,
-                "cached": pool.num_owned - running,
+                "cached": pool.num_owned - running - loading,
+                "loading": loading,
                 "evictable": self.tree.evictable(g),
                 "running": running,
                 "evicted": self.counters.evicted(g),
@@ -501,10 +590,15 @@ class PrefixCache:
 
     def audit(self) -> None:
         """Assert that every block of every pool is in exactly one place."""
-        self.tree.audit([s.lease for s in self._live if s.lease is not None])
+        holders: list[Sequence | Promotion] = [*self._live]
+        if self.tiering is not None:
+            holders += self.tiering.promotions.open
+        self.tree.audit([h.lease for h in holders if h.lease is not None])
         for g, pool in enumerate(self.pools):
             places = [pool.free_blocks(), pool.limbo_blocks(), self.tree.blocks(g)]
             places += [sequence.owned(g) for sequence in self._live]
+            if self.tiering is not None:
+                places += [p.blocks(g) for p in self.tiering.promotions.open]
             counts = np.bincount(np.concatenate(places), minlength=pool.num_blocks)
             wrong = np.flatnonzero(counts != 1)
             assert len(wrong) == 0, (

@@ -5,10 +5,13 @@ This module only describes a decision that was made elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from statewise.radix import Match
-from statewise.radix.plan import RecoveryPlan
+from statewise.radix.plan import Level, RecoveryPlan
+from statewise.radix.segment import Tier
 from statewise.radix.validation import Verdict
 from statewise.runtime.messages import CacheReport, GroupReport
 
@@ -29,9 +32,16 @@ def group_reports(match: Match) -> tuple[GroupReport, ...]:
 
 
 def build_report(
-    match: Match, plan: RecoveryPlan, verdicts: tuple[Verdict, ...], prompt_len: int
+    match: Match,
+    plan: RecoveryPlan,
+    verdicts: tuple[Verdict, ...],
+    prompt_len: int,
+    loaded: Mapping[int, Tier],
 ) -> CacheReport:
-    """The report of a request that matched `match` and follows `plan`."""
+    """The report of a request that matched `match` and follows `plan`.
+
+    `loaded` pages came back from slower tiers for it, before it was matched.
+    """
     position = plan.position
     matched = _matched(match, plan)
     groups = group_reports(match)
@@ -39,16 +49,24 @@ def build_report(
     if plan.limiting_group is not None:
         limiting = match.schema.groups[plan.limiting_group].name
     repaired = _replayed(plan)
+    page = match.schema.page_size
+    by_tier = _by_tier(loaded, position // page, page)
+    num_loaded = min(sum(by_tier.values()), position - repaired)
+    level = plan.level.value if matched else "none"
+    if num_loaded and plan.level is Level.DIRECT:
+        level = Level.LOAD.value
     return CacheReport(
         prompt=prompt_len,
         matched=matched,
-        reused=position - repaired,
+        reused=position - repaired - num_loaded,
         repaired=repaired,
+        loaded=num_loaded,
+        loaded_from=by_tier,
         recomputed=matched - position,
         computed=prompt_len - matched,
-        level=plan.level.value if matched else "none",
+        level=level,
         limiting_group=limiting,
-        reason=_reason(match, plan, prompt_len, repaired, limiting),
+        reason=_reason(match, plan, prompt_len, repaired, limiting) + _whence(by_tier),
         groups=groups,
         verdicts=tuple(str(v) for v in verdicts if v.is_fault)[:MAX_VERDICTS],
     )
@@ -57,6 +75,22 @@ def build_report(
 def _matched(match: Match, plan: RecoveryPlan) -> int:
     """Tokens of the logical hit: whole pages, and those of the partly filled page resumed in."""
     return max(match.logical_tokens, plan.position)
+
+
+def _by_tier(loaded: Mapping[int, Tier], num_pages: int, page_size: int) -> dict[str, int]:
+    """Tokens on loaded pages that are used, by the tier they came from."""
+    counts: dict[str, int] = {}
+    for page, tier in sorted(loaded.items()):
+        if page < num_pages:
+            name = tier.name.lower()
+            counts[name] = counts.get(name, 0) + page_size
+    return counts
+
+
+def _whence(by_tier: Mapping[str, int]) -> str:
+    """Say where loaded state came from."""
+    parts = [f"{count} from {tier}" for tier, count in by_tier.items()]
+    return f"; copied back: {' and '.join(parts)}" if parts else ""
 
 
 def _replayed(plan: RecoveryPlan) -> int:

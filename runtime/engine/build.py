@@ -12,7 +12,7 @@ This module starts no loop, no thread and no process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.engine.calibrate import calibrate
 from statewise.runtime.engine.core import EngineCore, EngineLimits
+from statewise.runtime.engine.slower import SlowerTiers
 from statewise.runtime.engine.trial import Trials
 from statewise.runtime.errors import InvalidRequestError, ModelLoadError
 from statewise.runtime.memory.block_store import DeviceStore
@@ -69,6 +70,7 @@ class BuiltRuntime:
     grammar: ThreadedGrammarCompiler | None
     facts: dict[str, Any]  # JSON-able: what is served
     headline: str  # first line of the start log
+    slower: SlowerTiers | None = None
 
     def info(self, core: EngineCore) -> dict[str, Any]:
         """Describe what is served, JSON-able: for the ready message and server info."""
@@ -79,7 +81,8 @@ class BuiltRuntime:
         size = self.schema.page_size
         pages = f"pages of {size} tokens" + ("" if self.args.page_size else " (chosen)")
         fits = f"longest context that fits: {core.max_sequence_len} tokens"
-        return [self.headline, pages, *self.pools.lines, fits]
+        slower = self.slower.lines if self.slower is not None else []
+        return [self.headline, pages, *self.pools.lines, *slower, fits]
 
     def core(self, clock: Clock) -> EngineCore:
         """Make an engine core over these parts; one core for one `BuiltRuntime`.
@@ -95,9 +98,14 @@ class BuiltRuntime:
             clock=clock,
             grammar=self.grammar,
         )
+        if self.slower is not None:
+            core.use_tiers(self.slower.open(clock), self.slower.shapes)
         if self.args.calibrate:
             sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
-            core.use_cost(calibrate(self.worker, self.schema, *sizes, clock))
+            cost = calibrate(self.worker, self.schema, *sizes, clock)
+            if self.slower is not None:
+                cost = replace(cost, tiers=self.slower.costs(clock))
+            core.use_cost(cost)
             self.worker.store.clear()
         return core
 
@@ -249,7 +257,9 @@ def _built(
         f"{torch.get_num_threads()} threads"
     )
     compiler = None if grammars is None else ThreadedGrammarCompiler(grammars.compile)
-    return BuiltRuntime(args, model, model.schema, worker, pools, limits, compiler, facts, head)
+    slower = SlowerTiers(args, worker.store) if SlowerTiers.are_asked_for(args) else None
+    parts = (args, model, model.schema, worker, pools, limits, compiler, facts, head, slower)
+    return BuiltRuntime(*parts)
 
 
 def _group_facts(schema: CacheSchema, pools: PoolPlan) -> list[dict[str, Any]]:

@@ -12,13 +12,14 @@ This module does not turn text into tokens or tokens into text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix import checkpoint_policy
-from statewise.radix.cost import CostModel, CostObserver
+from statewise.radix.cost import CostModel
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.clock import Clock
@@ -52,12 +53,17 @@ from statewise.runtime.scheduler.batch import (
 )
 from statewise.runtime.scheduler.request import Request, RequestStatus
 from statewise.runtime.scheduler.scheduler import Scheduler, SchedulerConfig
+from statewise.runtime.tiers.page import GroupShape
+from statewise.runtime.tiers.tiers import Tiers
 
 Int32 = NDArray[np.int32]
 
 # Tokens between two deltas of a request whose reader waits for the end: few messages, and still no
 # heap of text to make at once.
 QUIET_INTERVAL = 32
+
+
+ShapesOf = Callable[[CacheSchema], tuple[GroupShape, ...]]
 
 
 class GrammarCompiler(Protocol):
@@ -120,6 +126,7 @@ class EngineCore:
             policy=args.eviction_policy,
             bounded_replay=args.bounded_replay,
         )
+        self._shapes_of: ShapesOf | None = None
         self._recoveries = Recoveries(self.counters, self.events)
         admission = Admission(schema, num_blocks, args.watermark, args.chunked_prefill_size)
         self.max_sequence_len = min(
@@ -144,9 +151,17 @@ class EngineCore:
         self.weights_epoch = 0
         self.weight_version = args.weight_version
 
+    def use_tiers(self, tiers: Tiers, shapes_of: ShapesOf) -> None:
+        """Keep cached state in slower tiers too, from before the first request on.
+
+        They are closed with the core. `shapes_of` names their pages under a schema.
+        """
+        self._shapes_of = shapes_of
+        self.cache.use_tiers(tiers, self.clock)
+
     def use_cost(self, cost: CostModel) -> None:
         """Plan with measured figures instead of the guess; serving refines them."""
-        self.cache.cost = CostObserver(cost)
+        self.cache.use_cost(cost)
 
     # ---------------------------------------------------------------- requests in
 
@@ -289,10 +304,28 @@ class EngineCore:
     def idle(self) -> bool:
         """Use a moment without work for a bounded piece of background work.
 
-        True: there is more to do soon. Compares a few cached blocks with their checksums.
+        True: there is more to do soon. Compares a few cached blocks with their checksums; goes on
+        with copies to slower tiers.
         """
+        copies = False
+        if self.cache.tiering is not None:
+            self.cache.tiering.poll()
+            copies = self.cache.tiering.is_busy
         limit = self.args.patrol_blocks
-        return limit > 0 and self.cache.patrol.step(limit) > 0
+        return (limit > 0 and self.cache.patrol.step(limit) > 0) or copies
+
+    def abandon(self, drain_s: float = 0.0) -> None:
+        """The process ends, maybe amid a step: let copies that are queued end, close the tiers."""
+        if self.cache.tiering is not None:
+            self.cache.tiering.tiers.close(drain_s, deliver=False)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop using slower tiers; copies that are queued may take `drain_s` seconds. Idempotent.
+
+        No request may be open.
+        """
+        if self.cache.tiering is not None:
+            self.cache.tiering.close(drain_s)
 
     # ---------------------------------------------------------------- the step
 
@@ -303,6 +336,8 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Run one step; returns all deltas since the last, maybe none while grammars compile."""
         self._poll_grammars()
+        if self.cache.tiering is not None:
+            self.cache.tiering.poll()
         started = self.clock.monotonic()
         batch = self.scheduler.schedule(started)
         for request in self.scheduler.newly_admitted:
@@ -312,7 +347,8 @@ class EngineCore:
                 if request.report is not None:
                     self.counters.admitted(request, request.report)
             if request.lookup is not None:
-                self._recoveries.begun(request.rid, request.lookup, started)
+                num_loaded = request.report.loaded if request.report is not None else 0
+                self._recoveries.begun(request.rid, request.lookup, started, num_loaded)
                 if request.lookup.is_hit:
                     self.cache.validity.admitted(request.lookup.verdicts)
         if batch is not None:
@@ -427,7 +463,8 @@ class EngineCore:
         schema = self.worker.update_weights(model_path or self.args.model_path)
         num_paused = self.scheduler.restart_running()
         self.weights_epoch += 1
-        self.cache.expect(schema, self.weights_epoch)
+        shapes = self._shapes_of(schema) if self._shapes_of is not None else ()
+        self.cache.expect(schema, self.weights_epoch, shapes)
         self.weight_version = weight_version or self.weight_version
         self.events.emit(
             "weights_updated",
@@ -484,12 +521,22 @@ class EngineCore:
                 **describe(self.cache.cost.model),
                 "num_observed": self.cache.cost.num_observed,
             },
+            **self._tier_stats(),
             "blocked": {r.rid: r.blocked_reason for r in list(waiting.values())[:32]},
         }
 
+    def _tier_stats(self) -> dict[str, Any]:
+        """What slower tiers hold and gave; nothing where there are none."""
+        tiering = self.cache.tiering
+        if tiering is None:
+            return {}
+        return {"tiers": tiering.status(), "transfers": tiering.tiers.engine.counters.as_dict()}
+
     def _labelled(self) -> dict[str, Any]:
         """Counters and histograms with labels, of every part."""
-        owners = (self.counters, self.cache.counters, self.scheduler)
+        owners: tuple[object, ...] = (self.counters, self.cache.counters, self.scheduler)
+        if self.cache.tiering is not None:
+            owners = (*owners, self.cache.tiering.promotions)
         labelled = {n: d for owner in owners for n, d in labelled_of(owner).items()}
         return {
             "labelled": labelled | {"state_transitions": self.cache.transitions()},

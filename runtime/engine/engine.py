@@ -40,6 +40,7 @@ from statewise.runtime.tokenizer.facts import facts_of
 from statewise.runtime.tokenizer.load import load_tokenizer
 from statewise.runtime.tokenizer.tokenizer import Tokenizer
 
+DRAIN_S = 5.0  # for copies to slower tiers, at the end
 _SECRETS = {"api_key", "admin_api_key", "rpc_secret_key_file"}
 
 
@@ -61,7 +62,7 @@ class Engine:
         self._clock: Clock = SystemClock()
         self._tokenizer = _tokenizer(self.args)
         built = build_runtime(self.args, progress, self._tokenizer)
-        core = built.core(self._clock)
+        core = self._core = built.core(self._clock)
         self._vocab_size = built.model.vocab_size
         self._info = built.info(core)
         self.start_log: list[str] = built.start_log(core)
@@ -219,6 +220,7 @@ class Engine:
     def shutdown(self) -> None:
         """Abort what is open and stop the background threads; safe to call twice."""
         self._loop.close()
+        self._core.close(DRAIN_S)
         if self._grammar is not None:
             self._grammar.close()
 

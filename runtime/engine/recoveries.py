@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from statewise.radix.plan import Level
 from statewise.runtime.cache.prefix_cache import Lookup
 from statewise.runtime.engine.counters import EngineCounters
 from statewise.runtime.events import EventLog
@@ -34,8 +35,11 @@ class Recoveries:
         self._events = events
         self._open: dict[str, Open] = {}
 
-    def begun(self, rid: str, lookup: Lookup, now: float) -> None:
-        """Request `rid` was admitted with the plan of `lookup`."""
+    def begun(self, rid: str, lookup: Lookup, now: float, num_loaded: int = 0) -> None:
+        """Request `rid` was admitted with the plan of `lookup`.
+
+        `num_loaded` tokens' state had been copied back for it.
+        """
         self.abandoned(rid)  # it was preempted amid an earlier one
         plan = lookup.plan
         if not lookup.is_hit:
@@ -44,7 +48,10 @@ class Recoveries:
         if plan.replays:
             self._open[rid] = Open(plan.level.value, now, plan.replayed_tokens)
             return
-        self._counters.recoveries.add(plan.level.value, COMPLETED)
+        if num_loaded:
+            self._counters.recovery_tokens.add(Level.LOAD.value, amount=num_loaded)
+        level = Level.LOAD if num_loaded and plan.level is Level.DIRECT else plan.level
+        self._counters.recoveries.add(level.value, COMPLETED)
         if plan.recomputed_tokens:
             self._counters.recovery_tokens.add(plan.level.value, amount=plan.recomputed_tokens)
 

@@ -10,6 +10,9 @@ block arrays; double frees and frees of unowned blocks are programmer errors (As
 Epochs: a step opens an epoch and closes it when its reads are complete. Blocks freed while any
 epoch is open wait in limbo until every epoch that was open at that moment has closed.
 
+Pins: a copy to a slower tier reads blocks that the tree may let go meanwhile. A block freed while
+pinned waits in limbo until the last pin is taken away: what the copy reads is what it was told.
+
 This module does not know what a block holds, and never blocks or evicts.
 """
 
@@ -43,6 +46,8 @@ class BlockPool:
         self._open_epochs: set[int] = set()
         self._limbo: deque[tuple[int, Int32]] = deque()  # (newest epoch open at free, blocks)
         self._num_limbo = 0
+        self._pins = np.zeros(num_blocks, dtype=np.int32)
+        self._num_parked = 0  # of limbo: waiting for pins
 
     @property
     def num_free(self) -> int:
@@ -53,6 +58,11 @@ class BlockPool:
     def num_limbo(self) -> int:
         """Blocks freed while a step that may read them is in flight."""
         return self._num_limbo
+
+    @property
+    def num_parked(self) -> int:
+        """Blocks of the limbo that wait for a copy to end."""
+        return self._num_parked
 
     @property
     def num_owned(self) -> int:
@@ -77,6 +87,18 @@ class BlockPool:
             return
         assert (self._state[blocks] == OWNED).all(), f"{self.group}: freed a block not owned"
         self.generations[blocks] += 1
+        pinned = self._pins[blocks] > 0
+        if pinned.any():
+            parked, blocks = blocks[pinned], blocks[~pinned]
+            self._state[parked] = LIMBO
+            self._num_parked += len(parked)
+            self._num_limbo += len(parked)
+        self._leave(blocks)
+
+    def _leave(self, blocks: Int32) -> None:
+        """Put blocks that no pin holds into limbo, or on the free list."""
+        if len(blocks) == 0:
+            return
         if self._open_epochs:
             self._state[blocks] = LIMBO
             self._limbo.append((max(self._open_epochs), blocks.copy()))
@@ -92,6 +114,20 @@ class BlockPool:
         self._state[blocks] = FREE
         self._stack[top:end] = blocks
         self._num_free = end
+
+    def pin(self, blocks: Int32) -> None:
+        """A copy is going to read these owned blocks (no block twice)."""
+        assert (self._state[blocks] == OWNED).all(), f"{self.group}: pinned a block not owned"
+        self._pins[blocks] += 1
+
+    def unpin(self, blocks: Int32) -> None:
+        """The copy does not read them any more; those freed meanwhile go on to the free list."""
+        assert (self._pins[blocks] > 0).all(), f"{self.group}: a block was unpinned twice"
+        self._pins[blocks] -= 1
+        gone = blocks[(self._pins[blocks] == 0) & (self._state[blocks] == LIMBO)]
+        self._num_parked -= len(gone)
+        self._num_limbo -= len(gone)
+        self._leave(gone)
 
     def open_epoch(self, epoch: int) -> None:
         """A step that may read owned blocks begins."""
@@ -109,7 +145,12 @@ class BlockPool:
 
     def limbo_blocks(self) -> Int32:
         """All blocks in limbo (for the auditor)."""
-        return np.concatenate([b for _, b in self._limbo]) if self._limbo else EMPTY
+        return np.concatenate([self.parked_blocks(), *(b for _, b in self._limbo)])
+
+    def parked_blocks(self) -> Int32:
+        """Blocks of the limbo that a copy may still read."""
+        parked = np.flatnonzero((self._state == LIMBO) & (self._pins > 0))
+        return parked.astype(np.int32)
 
     def free_blocks(self) -> Int32:
         """All free blocks (for the auditor); a view, do not keep."""

@@ -30,7 +30,10 @@ from statewise.runtime.messages import (
 )
 
 if TYPE_CHECKING:
+    from statewise.radix.segment import Tier
     from statewise.runtime.cache.prefix_cache import Lookup
+    from statewise.runtime.cache.promotion import Promotion
+    from statewise.runtime.tiers.transfer import Transfer
 
 Int32 = NDArray[np.int32]
 
@@ -97,6 +100,11 @@ class Request:
         self.prompt_logprobs_done = not (message.logprob.enabled and message.logprob.start >= 0)
         self.lookup: Lookup | None = None  # memo, valid for one tree version
         self.looked_at = 0  # step of that lookup
+        self.promotion: Promotion | None = None  # loads under way, or done and kept for it
+        self.num_loads = 0  # promotions so far
+        self.loaded: dict[int, Tier] = {}  # pages that were copied back for it
+        self.is_prefetched = False
+        self.probe: Transfer | None = None  # what a remote store was asked
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""
         self.delayed_by = ""  # its first word, while it waits
@@ -167,7 +175,7 @@ class Request:
         return Usage(
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.output_ids),
-            cached_tokens=self.report.reused if self.report else 0,
+            cached_tokens=self.report.reused + self.report.loaded if self.report else 0,
             num_retractions=self.num_retractions,
             queue_s=started - self.arrival,
             prefill_s=first - started,

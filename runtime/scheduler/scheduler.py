@@ -26,6 +26,7 @@ from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission
 from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
 from statewise.runtime.scheduler.inflight import InflightPrefixes
+from statewise.runtime.scheduler.loading import Loading
 from statewise.runtime.scheduler.policy import is_aged, order
 from statewise.runtime.scheduler.request import Request, RequestStatus
 from statewise.runtime.scheduler.rows import build_row
@@ -61,6 +62,7 @@ class Scheduler:
         self.schema = schema
         self.cache = cache
         self.admission = admission
+        self.loading = Loading(cache)
         self.waiting: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.num_preemptions = 0
@@ -92,14 +94,20 @@ class Scheduler:
         self.waiting.pop(request.rid, None)
         if request in self.running:
             self.running.remove(request)
+        self.loading.release(request)
         if request.sequence is not None:
             self._end_sequence(request, keep_state=keep_state)
 
     def _end_sequence(self, request: Request, *, keep_state: bool) -> None:
         assert request.sequence is not None
         kept = request.num_computed if keep_state and not request.replays else 0
-        whole = kept % self.granularity == 0
-        self.cache.finish(request.sequence, request.tokens, kept, snapshot=whole)
+        self.cache.finish(
+            request.sequence,
+            request.tokens,
+            kept,
+            snapshot=kept % self.granularity == 0,
+            resume_at=(request.prompt_len - 1) // self.granularity * self.granularity,
+        )
         request.sequence = None
 
     def _preempt(self, victim: Request, *, keep_state: bool = True) -> None:
@@ -136,11 +144,12 @@ class Scheduler:
         decodes = self._add_decodes(rows)
         budget -= 0 if self.config.deterministic else decodes  # an aligned chunk needs it whole
         budget -= self._add_prefills(rows, budget)
-        if self.running and not rows:
+        if self.running and not rows and not self.loading.holds_blocks:
             self._unstick(self.running[0])
         if self.num_preemptions == preempted and self._may_admit(budget):
             self._add_admissions(rows, budget, now)
             self.admission.reserve.step()
+        self.loading.prefetch(self.waiting)
         self._recall(rows)  # an admission may have found what others rely on to be damaged
         if not rows:
             return None
@@ -205,7 +214,8 @@ class Scheduler:
             if last_try or request.status is not RequestStatus.RUNNING:
                 break
             limit = size // 2
-        if request.replays and self.running and request is self.running[0]:
+        is_first = bool(self.running) and request is self.running[0]
+        if request.replays and is_first and not self.loading.holds_blocks:
             self._ask_less(request)  # its repair does not fit beside its history
             request.report = None  # which spoke of the repair
             self._preempt(request)
@@ -279,6 +289,7 @@ class Scheduler:
     ) -> bool:
         """Blocks for `span`, preempting younger requests without a row if needed."""
         assert request.sequence is not None
+        has_yielded = False
         while True:
             try:
                 if span.is_replay:
@@ -291,6 +302,12 @@ class Scheduler:
                 self._preempt(request)
                 return False
             except OutOfBlocksError:
+                if self.loading.is_on and not has_yielded:
+                    self.loading.yield_to_running()
+                    has_yielded = True
+                    continue
+                if self.loading.holds_blocks:
+                    return False
                 victim = self._victim(request, rows) if may_preempt else None
                 if victim is None:
                     return False
@@ -333,7 +350,7 @@ class Scheduler:
         known = request.lookup
         if known is None or self._step_id - request.looked_at >= LOOK_EVERY:
             known = self._lookup(request)
-        return known.position
+        return known.promised_position
 
     def _lookup(self, request: Request, *, at_use: bool = False) -> Lookup:
         """What the tree offers the request now; repeated only when the tree has changed.
@@ -362,34 +379,8 @@ class Scheduler:
         inflight: InflightPrefixes,
     ) -> int:
         """Admit `request` with its first chunk; returns its tokens, 0 if it waits on."""
-        lookup = self._lookup(request)
-        if self._waits_for_prefix(request, lookup, rows, inflight):
+        if not self._is_due(request, rows, inflight) or not self._begin(request):
             return 0
-        lookup = self._lookup(request, at_use=True)
-        try:
-            request.sequence = self.cache.begin(lookup, len(request.tokens))
-        except OutOfBlocksError as error:
-            self._lacks_blocks(request, str(error), error.group)
-            return 0
-        except StaleMatchError:
-            request.lookup = None
-            self._delay(request, "cache", "what it would have reused has just been evicted")
-            return 0
-        request.replays = list(lookup.plan.replays)
-        if request.replays:
-            request.replay_at = request.replays[0].start
-            self.cache.enter_replay(request.sequence, request.replays[0])
-        shortage = self.admission.shortage(request, self.running, self.cache.available())
-        if shortage is not None:
-            self._give_up(request)
-            why = (
-                f"group {shortage.group!r} has {shortage.available} to spare, "
-                f"{shortage.needed} needed"
-            )
-            self._lacks_blocks(request, why, shortage.group)
-            return 0
-        request.num_computed = lookup.position
-        self._mark_checkpoints(request, lookup.branch_position)
         request.become(RequestStatus.RUNNING)
         self.running.append(request)
         del self.waiting[request.rid]
@@ -405,11 +396,52 @@ class Scheduler:
             return 0
         request.blocked_reason = request.delayed_by = ""
         request.prefill_target = request.num_tokens
+        self.loading.release(request)
         if request.report is None:
-            request.report = lookup.report()
+            assert request.lookup is not None
+            request.report = request.lookup.report(request.loaded)
         self.newly_admitted.append(request)
         inflight.add(request)
         return used
+
+    def _is_due(
+        self, request: Request, rows: dict[str, BatchRow], inflight: InflightPrefixes
+    ) -> bool:
+        """Whether nobody is about to bring more of its prefix: another request, or a load."""
+        lookup = self._lookup(request)
+        if self._waits_for_prefix(request, lookup, rows, inflight):
+            return False
+        reason = self.loading.must_wait(request, lookup, is_alone=not self.running)
+        if reason is not None:
+            self._delay(request, *reason)
+        return reason is None
+
+    def _begin(self, request: Request) -> bool:
+        """Lease what it reuses, and count its blocks; False, and nothing is held, if it waits."""
+        lookup = self._lookup(request, at_use=True)
+        try:
+            request.sequence = self.cache.begin(lookup, len(request.tokens))
+        except OutOfBlocksError as error:
+            self._lacks_blocks(request, str(error), error.group)
+            return False
+        except StaleMatchError:
+            request.lookup = None
+            self._delay(request, "cache", "what it would have reused has just been evicted")
+            return False
+        request.replays = list(lookup.plan.replays)
+        if request.replays:
+            request.replay_at = request.replays[0].start
+            self.cache.enter_replay(request.sequence, request.replays[0])
+        shortage = self.admission.shortage(request, self.running, self.cache.available())
+        if shortage is not None:
+            self._give_up(request)
+            spare = f"{shortage.available} to spare, {shortage.needed} needed"
+            why = f"group {shortage.group!r} has {spare}"
+            self._lacks_blocks(request, why, shortage.group)
+            return False
+        request.num_computed = lookup.position
+        self._mark_checkpoints(request, lookup.branch_position)
+        return True
 
     def _waits_for_prefix(
         self,
@@ -420,7 +452,7 @@ class Scheduler:
     ) -> bool:
         """Whether a running prefill will publish more of the prompt than the tree has now."""
         shares = self.cache.enabled and not self.config.deterministic
-        provider = inflight.provider_of(request, lookup.position) if shares else None
+        provider = inflight.provider_of(request, lookup.promised_position) if shares else None
         if provider is None:
             return False
         other, shared = provider
@@ -437,10 +469,14 @@ class Scheduler:
         request.num_computed = 0
 
     def _lacks_blocks(self, request: Request, why: str, group: str = "") -> None:
-        """Let the request wait; where nothing runs that could give blocks, it asks for less."""
+        """Let the request wait; where nothing runs that could give blocks, it asks for less.
+
+        Before that, copies and loads must give theirs.
+        """
         self._delay(request, "blocks", why, group)
-        if not self.running:
-            self._ask_less(request)
+        if self.running or self.loading.yield_to_running() or self.loading.holds_blocks:
+            return
+        self._ask_less(request)
 
     def _delay(self, request: Request, cause: str, why: str, group: str = "") -> None:
         """Take note why a request waits; counted when the cause is another than before."""

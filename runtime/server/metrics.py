@@ -28,7 +28,7 @@ _BUCKETS = (
     80, 100, 200, 400,
 )  # fmt: skip
 # Where a group's blocks are; they add up to the pool.
-BLOCK_STATES = ("free", "limbo", "cached", "running")
+BLOCK_STATES = ("free", "limbo", "cached", "running", "loading")
 # Counters of the engine (its `stats()["counters"]`) and the help text of each.
 _ENGINE_COUNTERS = {
     "num_steps": "Steps of the model.",
@@ -176,6 +176,7 @@ class Metrics:
         for name, data in stats.get("histograms", {}).items():
             yield self._engine_histogram(_OURS + name, data["help"], data["values"], data["labels"])
         yield self._blocks(stats.get("pools", {}))
+        yield from self._tiers(stats.get("tiers", []))
 
     def _labelled(self, name: str, data: dict[str, Any]) -> Metric:
         family = CounterMetricFamily(name, data["help"], labels=["model_name", *data["labels"]])
@@ -217,6 +218,34 @@ class Metrics:
                     key = [*self._labels.values(), group, "device", state]
                     family.add_metric(key, states[state])
         return family
+
+    def _tiers(self, tiers: Sequence[dict[str, Any]]) -> Iterator[Metric]:
+        """What slower tiers hold, and what happened to their pages."""
+        if not tiers:
+            return
+        labels = list(self._labels)
+        used = GaugeMetricFamily(
+            f"{_OURS}tier_bytes", "Bytes in slower tiers.", labels=[*labels, "tier"]
+        )
+        online = GaugeMetricFamily(
+            f"{_OURS}tier_online", "1 while a tier reads and writes.", labels=[*labels, "tier"]
+        )
+        pages = GaugeMetricFamily(
+            f"{_OURS}tier_pages", "Pages in slower tiers.", labels=[*labels, "tier", "group"]
+        )
+        events = CounterMetricFamily(
+            f"{_OURS}tier_events", "What happened in slower tiers: pages, bytes, errors.",
+            labels=[*labels, "tier", "event"],
+        )  # fmt: skip
+        for tier in tiers:
+            key = [*self._labels.values(), tier["tier"]]
+            used.add_metric(key, tier["used_bytes"])
+            online.add_metric(key, float(tier["state"] == "online"))
+            for group, count in tier["pages_by_group"].items():
+                pages.add_metric([*key, group], count)
+            for event, count in tier["counters"].items():
+                events.add_metric([*key, event], count)
+        yield from (used, online, pages, events)
 
     def _engine_histogram(
         self,

@@ -43,6 +43,7 @@ MAX_EARLY_ABORTS = 65536
 STALLED_POLL_MS = 1
 BACKGROUND_POLL_MS = 50
 PROGRESS_INTERVAL_S = 2.0
+DRAIN_S = 2.0  # within the supervisor's grace
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,10 @@ class Engine(Protocol):
         """Go on with other weights of the same architecture."""
         ...
 
+    def abandon(self, drain_s: float) -> None:
+        """The process ends, maybe amid a step: let copies to slower tiers end."""
+        ...
+
 
 class MatchArgs(msgspec.Struct):
     """Arguments of the operation `match`; the ids were checked where the question entered."""
@@ -131,9 +136,13 @@ class SchedulerLoop:
         self._poll_ms = IDLE_POLL_MS
 
     def run(self) -> None:
-        """Turn until the process is told to end."""
-        while True:
-            self.turn()
+        """Run until the process is told to end."""
+        try:
+            while True:
+                self.turn()
+        except SystemExit:
+            self._engine.abandon(DRAIN_S)
+            raise
 
     def turn(self) -> None:
         """Take what has arrived, run one step, send what came of it, show life."""

@@ -44,12 +44,16 @@ class BlockIO(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DevicePage:
-    """A page to demote: its block, and what it is. `num_tokens`: valid ones in the page."""
+    """A page to demote: its block, and what it is. `num_tokens`: valid ones in the page.
+
+    `expected`, if given, are the digests that the block must have, [num_layers].
+    """
 
     group: int
     block: int
     address: PageAddress
     num_tokens: int
+    expected: Digests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,11 @@ class Copier:
         self._row_bytes = [shape.row_bytes for shape in shapes]
         self._index = {shape.name: i for i, shape in enumerate(shapes)}
 
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """Other stamps, the same sizes."""
+        assert [s.row_bytes for s in shapes] == self._row_bytes, "sizes do not change"
+        self.shapes = tuple(shapes)
+
     def _step(
         self, first: int, group: int, count: int, run: Callable[[], Sequence[PageResult]]
     ) -> Step:
@@ -132,6 +141,10 @@ class Copier:
         results = [PageResult(Outcome.REFUSED, reason="no room")] * len(pages)
         wanted: list[int] = []
         for i, (page, row, sums) in enumerate(zip(taken, rows, digests, strict=True)):
+            if page.expected is not None and not np.array_equal(page.expected, sums):
+                store.discard([row])
+                results[i] = PageResult(Outcome.CORRUPT, reason="the block is not as published")
+                continue
             record = self._record(store, page, sums)
             if record is None:
                 store.discard([row])

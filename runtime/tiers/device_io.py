@@ -1,8 +1,9 @@
 """Device blocks as rows of bytes: the data plane's end of every transfer.
 
-A payload is a block's bytes layer after layer, in the group's order of layers. Copies go layer by
-layer for many blocks at once; on a device they go through its copy engine, from page-locked memory
-where `pin` was applied to the buffers. Digests are those of the kernels, over the blocks.
+A payload is a block's bytes layer after layer, in the group's order of layers. On the CPU one
+native call copies and digests all layers of many blocks, on the I/O thread alone and without the
+interpreter's lock, so that a step beside it keeps its threads. Elsewhere copies go layer by layer;
+on a device through its copy engine, from page-locked memory where `pin` was applied to the buffers.
 
 This module does not know which blocks may be touched: they are leased by whoever asked.
 """
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from statewise.kernels import native
+from statewise.kernels.blocks import BlockRows
 from statewise.runtime.memory.block_store import DeviceStore
 from statewise.runtime.tiers.buffers import Bytes, Row, stacked
 
@@ -33,6 +36,12 @@ class DeviceIO:
     def __init__(self, store: DeviceStore) -> None:
         self._store = store
         self._layer_bytes = layer_bytes_of(store)
+        self._native = [
+            BlockRows(pool.layers)
+            if native.is_available() and pool.layers[0].device.type == "cpu"
+            else None
+            for pool in store.groups
+        ]
         self._flat = [
             [layer.view(torch.uint8).reshape(layer.shape[0], -1) for layer in pool.layers]
             for pool in store.groups
@@ -41,6 +50,9 @@ class DeviceIO:
     def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
         """See `BlockIO`."""
         wanted = np.array(blocks, dtype=np.int32)
+        copier = self._native[group]
+        if copier is not None:
+            return copier.copy(wanted, _addresses(rows), to_blocks=False)
         digests = self._store.digests(group, wanted)
         index = torch.from_numpy(wanted.astype(np.int64))
         for target in self._views(group, rows):
@@ -56,6 +68,9 @@ class DeviceIO:
         """See `BlockIO`."""
         wanted = np.array(blocks, dtype=np.int32)
         assert len(set(blocks)) == len(blocks), "a block is the target of two pages"
+        copier = self._native[group]
+        if copier is not None:
+            return copier.copy(wanted, _addresses(rows), to_blocks=True)
         index = torch.from_numpy(wanted.astype(np.int64))
         for source in self._views(group, rows):
             part = index[source.first : source.first + source.count]
@@ -75,6 +90,11 @@ class DeviceIO:
             data = together[:, : shape[0] * shape[1]]
             return [_Rows(0, len(rows), data.reshape(len(rows), *shape))]
         return [_Rows(i, 1, row.data.reshape(1, *shape)) for i, row in enumerate(rows)]
+
+
+def _addresses(rows: Sequence[Row]) -> NDArray[np.uint64]:
+    """Where rows lie in memory."""
+    return np.array([row.whole.ctypes.data for row in rows], dtype=np.uint64)
 
 
 class _Rows:

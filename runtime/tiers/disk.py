@@ -135,6 +135,10 @@ class DiskTier:
         """See `TierStore`."""
         return self._catalog.pop_dropped()
 
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """See `TierStore`. Pages of the old ones stay: those weights may come back."""
+        self._shapes = {shape.name: shape for shape in shapes}
+
     def status(self) -> TierStatus:
         """See `TierStore`."""
         return TierStatus(
@@ -366,7 +370,7 @@ class DiskTier:
     # ---------------------------------------------------------------- maintenance
 
     def all_handles(self) -> list[int]:
-        """Handles of all pages, by place."""
+        """See `TierStore`. By place."""
         return [h for e in self._extents.all() for h, _, _ in self._catalog.in_extent(e.id)]
 
     def read_record(self, handle: int) -> tuple[Header, Bytes] | RecordError | OSError:

@@ -167,6 +167,18 @@ class HostTier:
             dropped, self._dropped = self._dropped, []
             return dropped
 
+    def all_handles(self) -> list[int]:
+        """See `TierStore`."""
+        with self._lock:
+            return list(self._by_handle)
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """See `TierStore`. Pages of the old ones are forgotten: nobody can ask for them."""
+        self.free(self.all_handles())
+        with self._lock:
+            for shape in shapes:
+                self._groups[shape.name].shape = shape
+
     def status(self) -> TierStatus:
         """See `TierStore`."""
         with self._lock:

@@ -190,6 +190,15 @@ class RemoteTier:
             dropped, self._dropped = self._dropped, []
             return dropped
 
+    def all_handles(self) -> list[int]:
+        """See `TierStore`. Those known to this process."""
+        with self._lock:
+            return list(self._by_handle)
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """See `TierStore`."""
+        self._shapes = {shape.name: shape for shape in shapes}
+
     def status(self) -> TierStatus:
         """See `TierStore`. Pages and bytes are those known to this process."""
         with self._lock:

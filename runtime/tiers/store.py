@@ -25,7 +25,7 @@ from typing import Protocol
 from statewise.radix.segment import Tier
 from statewise.runtime.errors import OperatingError
 from statewise.runtime.tiers.buffers import Row
-from statewise.runtime.tiers.page import PageRecord
+from statewise.runtime.tiers.page import GroupShape, PageRecord
 
 NO_HANDLE = -1
 MAX_HANDLE = (1 << 31) - 1  # handles fit the tree's int32 tables
@@ -138,6 +138,17 @@ class TierStore(Protocol):
 
     def pop_dropped(self) -> list[tuple[int, bytes]]:
         """(handle, key) of pages dropped by the store itself since the last call."""
+        ...
+
+    def all_handles(self) -> list[int]:
+        """Handles of all pages."""
+        ...
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """Other weights or versions, the same sizes: what is stored from now on has these stamps.
+
+        No I/O thread may be using the store.
+        """
         ...
 
     def status(self) -> TierStatus:

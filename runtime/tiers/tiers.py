@@ -100,27 +100,31 @@ class Tiers:
         self.counters = Counters()
         self._copier = copier
         self._secret = secret
-        self._shapes = copier.shapes
-        by_name = {shape.name: shape for shape in copier.shapes}
-        self._bases = [by_name.get(shape.depends_on or "") for shape in copier.shapes]
-        self._spilling: set[bytes] = set()
+        self._set_shapes(copier.shapes)
+        self.version = 0  # moves whenever `find` may have come to answer differently
+        self._spilling: set[tuple[Tier, bytes]] = set()  # on its way to a tier
         self._spilled_at = 0  # `HostTier.version` when the oldest pages were last looked at
+
+    def _set_shapes(self, shapes: Sequence[GroupShape]) -> None:
+        self.shapes = tuple(shapes)
+        by_name = {shape.name: shape for shape in shapes}
+        self._bases = [by_name.get(shape.depends_on or "") for shape in shapes]
 
     # ---------------------------------------------------------------- addresses
 
     def chain(self, namespace: Namespace) -> PrefixChain:
         """Addresses of a new sequence."""
-        return PrefixChain(namespace, self._shapes[0].page_size, self._secret)
+        return PrefixChain(namespace, self.shapes[0].page_size, self._secret)
 
     def address(self, chain: PrefixChain, group: int, page: int) -> PageAddress:
         """Address of a whole page of a sequence that `chain` was extended with."""
-        return chain.address(self._shapes[group], page, self._bases[group])
+        return chain.address(self.shapes[group], page, self._bases[group])
 
     def address_at(
         self, chain: PrefixChain, group: int, tokens: bytes, position: int
     ) -> PageAddress:
         """Address of what belongs to exactly `position`: a snapshot, or a partly filled page."""
-        return chain.address_at(self._shapes[group], tokens, position, self._bases[group])
+        return chain.address_at(self.shapes[group], tokens, position, self._bases[group])
 
     # ---------------------------------------------------------------- finding
 
@@ -242,6 +246,7 @@ class Tiers:
     def poll(self) -> list[Transfer]:
         """Deliver what ended (`on_done` has run), and spill the host's oldest pages."""
         ended = self.engine.poll()
+        self.version += bool(ended)
         self._spill()
         return ended
 
@@ -253,7 +258,7 @@ class Tiers:
         if host.version == self._spilled_at:
             return
         self._spilled_at = host.version
-        for shape in self._shapes:
+        for shape in self.shapes:
             slots = host.capacity(shape.name)
             one_step = -(-self._copier.step_bytes // shape.row_bytes)
             ahead = min(max(int(slots * SPILL_SHARE), one_step), slots // 2)
@@ -262,35 +267,78 @@ class Tiers:
                 self._spill_group(host, disk, shape.name, short)
 
     def _spill_group(self, host: HostTier, disk: TierStore, group: str, count: int) -> None:
-        keys = {handle: host.key_of(handle) for handle in host.oldest(group, count)}
-        stored = disk.find(list(keys.values()))
-        wanted = {
-            handle: key
-            for (handle, key), there in zip(keys.items(), stored, strict=True)
-            if there == NO_HANDLE and key and key not in self._spilling
-        }
+        pages = [(handle, group) for handle in host.oldest(group, count)]
+        self._copy_on(host, disk, pages)
+
+    def pass_on(self, source: Tier, pages: Sequence[tuple[int, str]]) -> None:
+        """Have pages, (handle, group name) each, that a tier has just got in all slower ones too.
+
+        Where write-behind is full they are not copied now; the host's are when they grow old.
+        """
+        for tier, store in self.stores.items():
+            if tier > source and pages:
+                self._copy_on(self.stores[source], store, pages)
+
+    def _copy_on(
+        self, source: TierStore, target: TierStore, pages: Sequence[tuple[int, str]]
+    ) -> None:
+        keys = [source.key_of(handle) for handle, _ in pages]
+        stored = target.find(keys)
+        wanted = [
+            (page, (target.tier, key))
+            for page, key, there in zip(pages, keys, stored, strict=True)
+            if there == NO_HANDLE and key and (target.tier, key) not in self._spilling
+        ]
         if not wanted:
             return
+        places = [place for _, place in wanted]
 
         def ended(_transfer: Transfer) -> None:
-            self._spilling.difference_update(wanted.values())
+            self._spilling.difference_update(places)
+            self.version += 1
 
-        self._spilling.update(wanted.values())
-        steps = self._copier.move(host, disk, [(handle, group) for handle in wanted])
-        transfer = Transfer("spill", Tier.DISK, Priority.DEMOTE, steps, ended)
+        self._spilling.update(places)
+        steps = self._copier.move(source, target, [page for page, _ in wanted])
+        transfer = Transfer("spill", target.tier, Priority.DEMOTE, steps, ended)
         if not self.engine.submit(transfer):
             ended(transfer)
+
+    # ---------------------------------------------------------------- all at once
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """Other weights: pages get other names from now on; those of the old ones are not found.
+
+        Sizes are the same. Copies that are queued are called off; waits for those that run.
+        """
+        for transfer in self.engine.open_transfers():
+            self.engine.cancel(transfer)
+        self.engine.drain()
+        self.poll()
+        self._set_shapes(shapes)
+        self._copier.rebind(shapes)
+        for store in self.stores.values():
+            store.rebind(shapes)
+
+    def clear(self) -> None:
+        """Forget every page; objects of a remote store stay, since others may use them."""
+        for store in self.stores.values():
+            store.free(store.all_handles())
+        self.version += 1
 
     def status(self) -> list[TierStatus]:
         """Figures of every tier, fastest first."""
         return [store.status() for store in self.stores.values()]
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Stop. Writes that are queued may take `drain_s` seconds; then they are cancelled."""
+    def close(self, drain_s: float = 0.0, *, deliver: bool = True) -> None:
+        """Stop. Writes that are queued may take `drain_s` seconds; then they are cancelled.
+
+        `deliver` False: nobody is told what ended.
+        """
         if drain_s:
             self.engine.drain(drain_s)
         self.engine.close()
-        self.engine.poll()
+        if deliver:
+            self.engine.poll()
         for store in self.stores.values():
             store.close()
 

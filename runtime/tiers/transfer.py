@@ -245,6 +245,11 @@ class TransferEngine:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
+    def open_transfers(self) -> list[Transfer]:
+        """Transfers accepted and not done."""
+        with self._changed:
+            return list(self._open)
+
     @property
     def num_open(self) -> int:
         """Transfers accepted and not done."""

@@ -42,5 +42,6 @@ def test_seeds_reach_what_they_are_meant_to_reach() -> None:
     assert sum(r.reused_tokens for r in results) > 0
     assert sum(r.preemptions for r in results) > 0
     assert sum(r.num_restarts for r in results) > 0
+    assert sum(r.loaded_tokens for r in results) > 0
     levels = {level for r in results for level in r.levels}
-    assert {"direct", "recompute", "none"} <= levels
+    assert {"direct", "recompute", "load", "none"} <= levels

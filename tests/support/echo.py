@@ -97,6 +97,9 @@ class EchoEngine:
         """Nothing to do in the background."""
         return False
 
+    def abandon(self, drain_s: float) -> None:
+        """Nothing to be saved."""
+
     def step(self) -> list[TokenDelta]:
         if self._open and self._step_s:
             time.sleep(self._step_s)

@@ -40,9 +40,9 @@ SHAPES = {
 class Case:
     """One tiny model with an oracle that never reuses anything."""
 
-    def __init__(self, arch: str, path: Path) -> None:
+    def __init__(self, arch: str, path: Path, seed: int = 0) -> None:
         layers, self.page_size = SHAPES[arch]
-        make_tiny_model(arch, path, size=TinySize(layers=layers, window=WINDOW))
+        make_tiny_model(arch, path, seed=seed, size=TinySize(layers=layers, window=WINDOW))
         self.path = path
         self.oracle = self.core(disable_radix_cache=True, max_total_tokens=4096)
         self.answers: dict[tuple[tuple[int, ...], int], list[int]] = {}

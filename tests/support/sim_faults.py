@@ -81,14 +81,18 @@ class Faults:
     def evict(self, seam: str) -> None:
         """Evict a few blocks of one group, or everything that is not leased."""
         if self.rng.random() < 0.1:
-            self.sim.journal.add("flush at", seam)
-            self._free(self.cache.tree.flush())
+            self.evict_all(seam)
             return
         group = self.rng.randrange(self.sim.schema.num_groups)
         count = self.rng.choice([1, 2, 5, 50])
         self.counts["eviction"] += 1
         self.sim.journal.add("evict at", seam, group, count)
         self._free(self.cache.tree.evict(group, count))
+
+    def evict_all(self, seam: str) -> None:
+        """Evict everything that is not leased."""
+        self.sim.journal.add("flush at", seam)
+        self._free(self.cache.tree.flush())
 
     def drop(self, seam: str) -> None:
         """Drop some pages of one group, as a failed validation would."""
@@ -124,6 +128,7 @@ class Faults:
         if "poison_free" in self.operations and self.rng.random() < 0.3:
             for group, pool in enumerate(self.cache.pools):
                 free = np.concatenate((pool.free_blocks(), pool.limbo_blocks()))
+                free = np.setdiff1d(free, pool.parked_blocks())  # a copy reads them
                 self.sim.worker.poison(group, free)
 
     def _flip(self) -> None:

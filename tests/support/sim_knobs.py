@@ -44,6 +44,18 @@ OPERATIONS = (
 
 
 @dataclass(frozen=True)
+class TierKnobs:
+    """Slower tiers of a world: pages per group in each (0: no such tier), and how fast they are."""
+
+    host_pages: int
+    disk_pages: int
+    bytes_per_s: float
+    max_queued_bytes: int
+    steps_between: int  # of I/O, at most, between two steps of the engine
+    faults: bool
+
+
+@dataclass(frozen=True)
 class Knobs:
     """One seed's world."""
 
@@ -54,6 +66,7 @@ class Knobs:
     num_requests: int
     audit_every: int  # steps
     hopeful: bool  # admit without reserving output: preemption
+    tiers: TierKnobs | None  # slower tiers
 
 
 def draw_knobs(rng: random.Random) -> Knobs:
@@ -93,6 +106,20 @@ def draw_knobs(rng: random.Random) -> Knobs:
         num_requests=rng.randrange(4, 14),
         audit_every=rng.choice([1, 7, 25]),
         hopeful=rng.random() < 0.4,
+        tiers=_draw_tiers(rng) if rng.random() < 0.5 else None,
+    )
+
+
+def _draw_tiers(rng: random.Random) -> TierKnobs:
+    """From a host tier of a few pages to both tiers with room for everything."""
+    host, disk = rng.choice([(4, 0), (200, 0), (0, 200), (6, 200), (40, 40)])
+    return TierKnobs(
+        host,
+        disk,
+        rng.choice([1e4, 1e9, 1e9]),
+        rng.choice([512, 1 << 20]),
+        rng.choice([1, 4, 40]),
+        rng.random() < 0.5,
     )
 
 

@@ -17,6 +17,7 @@ A broken law raises `ViolationError`, which names seed, law and the last events.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +38,7 @@ from support.digest import next_token, owner_of
 from support.digest_cold import ColdRun
 from support.sim_faults import Faults
 from support.sim_knobs import LONGEST_PROMPT, Knobs, draw_knobs
+from support.sim_tiers import SimTiers
 from support.sim_world import Journal, SimClock, SimWorker, WorkerDiedError
 
 VOCAB = 97
@@ -93,6 +95,7 @@ class Result:
     matched_tokens: int
     reused_tokens: int
     repaired_tokens: int
+    loaded_tokens: int
     preemptions: int
     faults: dict[str, int]
     levels: dict[str, int]
@@ -113,6 +116,7 @@ class Simulation:
         self.num_steps = 0
         self.num_restarts = 0
         self.preemptions = 0
+        self.tiers: SimTiers | None = None
         self.history: list[list[int]] = [
             [self.rng.randrange(1, VOCAB) for _ in range(self.rng.randrange(1, 70))]
             for _ in range(3)
@@ -135,10 +139,23 @@ class Simulation:
             EngineLimits(vocab_size=VOCAB, max_context_len=MAX_CONTEXT, eos_token_ids=(EOS,)),
             clock=self.clock,
         )
+        self._use_tiers()
         if knobs.hopeful:
             self.core.scheduler.admission.reserve = NoReserve()
         self.faults = Faults(self)
         self.worker.before_step = self.journal.batch
+
+    def _use_tiers(self) -> None:
+        """Give a new engine its slower tiers; what was on disk outlives the old one."""
+        if self.knobs.tiers is None or not self.core.cache.enabled:
+            return
+        if self.tiers is None:
+            self.tiers = SimTiers(self.schema, self.knobs.tiers, self.rng, self.clock)
+        tiers = self.tiers
+        self.core.use_tiers(
+            tiers.open(self.worker, self.epoch), lambda _schema: tiers.shapes(self.epoch)
+        )
+        tiers.set_cost(self.core)
 
     def owner_of_request(self, rid: str) -> int:
         """Whose state a request computes."""
@@ -184,6 +201,8 @@ class Simulation:
         """One step of the engine, its deltas checked."""
         self.num_steps += 1
         self.clock.pass_time(0.001)
+        if self.tiers is not None:
+            self.journal.add("I/O", self.tiers.run_some(must=not self.faults.active))
         if self.num_steps % self.knobs.audit_every == 0:
             self.core.audit()
         try:
@@ -293,6 +312,8 @@ class Simulation:
         ):  # fmt: skip
             if name in operations and rng.random() < chance:
                 getattr(self, f"_{name}")(rng.choice(open_clients) if open_clients else None)
+        if self.knobs.tiers is not None and rng.random() < 0.1:
+            self.faults.evict_all("between steps")
         self.faults.between_steps()
         self.history += [
             c.prompt + c.tokens
@@ -402,10 +423,14 @@ class Simulation:
             matched_tokens=sum(r.matched for r in reports),
             reused_tokens=sum(r.reused for r in reports),
             repaired_tokens=sum(r.repaired for r in reports),
+            loaded_tokens=sum(r.loaded for r in reports),
             preemptions=self.preemptions + self.core.scheduler.num_preemptions,
-            faults=dict(sorted(self.faults.counts.items())),
+            faults=dict(sorted((self.faults.counts + self._tier_faults()).items())),
             levels=levels,
         )
+
+    def _tier_faults(self) -> Counter[str]:
+        return Counter() if self.tiers is None else self.tiers.faults
 
 
 def run_seed(seed: int) -> Result:

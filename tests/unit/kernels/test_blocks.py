@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statewise.kernels.blocks import block_digests, copy_blocks, numpy_digests
+from statewise.kernels.blocks import BlockRows, block_digests, copy_blocks, numpy_digests
 from support.native_kernels import INSTRUCTION_SETS, native_setting, needs_native
 
 
@@ -36,6 +36,35 @@ def test_native_and_numpy_digests_agree(
         digests = block_digests(pool, blocks)
     assert digests.dtype == np.uint64
     assert digests.tolist() == numpy_digests(pool, blocks).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("inner", [(1,), (3, 5), (2, 3, 16, 64)])
+def test_blocks_go_to_rows_and_back_with_their_digests(
+    inner: tuple[int, ...], instruction_set: str
+) -> None:
+    layers = [random_pool((20, *inner), torch.bfloat16, seed) for seed in range(3)]
+    before = [layer.clone() for layer in layers]
+    size = layers[0][0].nbytes
+    rows = np.zeros((4, 3 * size + 7), dtype=np.uint8)
+    places = np.array([row.ctypes.data for row in rows], dtype=np.uint64)
+    copier = BlockRows(layers)
+    source, target = np.array([5, 0, 19, 5], np.int32), np.array([1, 2, 3, 4], np.int32)
+    with native_setting(instruction_set, num_threads=2):
+        out = copier.copy(source, places, to_blocks=False)
+        back = copier.copy(target, places, to_blocks=True)
+    expected = [block_digests(layer, torch.from_numpy(source)).tolist() for layer in before]
+    assert out.T.tolist() == back.T.tolist() == expected
+    for row, block in zip(rows, source.tolist(), strict=True):
+        whole = b"".join(bytes(layer[block].view(torch.uint8).flatten()) for layer in before)
+        assert row.tobytes() == whole + bytes(7)
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[1:5].view(torch.uint8), old[source.tolist()].view(torch.uint8))
+        assert torch.equal(layer[5:].view(torch.uint8), old[5:].view(torch.uint8))
+    for bad in (-1, 20):
+        with pytest.raises(IndexError):
+            copier.copy(np.array([0, bad], np.int32), places, to_blocks=True)
 
 
 def test_digests_are_a_stored_format() -> None:

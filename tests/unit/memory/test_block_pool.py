@@ -47,6 +47,46 @@ def test_f9_blocks_freed_during_a_step_wait_for_its_end() -> None:
     pool.close_epoch(2)
 
 
+def test_f9_a_block_freed_while_a_copy_reads_it_waits_for_the_copy() -> None:
+    pool = BlockPool("full", 3)
+    blocks = pool.allocate(3)
+    pool.pin(blocks[:2])
+    pool.pin(blocks[1:2])
+    before = pool.generations[blocks].copy()
+    pool.free(blocks)
+    assert (pool.generations[blocks] != before).all(), "it lost its owner all the same"
+    assert (pool.num_free, pool.num_limbo, pool.num_parked) == (1, 2, 2)
+    assert sorted(pool.limbo_blocks().tolist()) == blocks[:2].tolist()
+    pool.unpin(blocks[:2])
+    assert (pool.num_free, pool.num_parked) == (2, 1)
+    pool.unpin(blocks[1:2])
+    assert (pool.num_free, pool.num_limbo) == (3, 0)
+
+
+def test_f9_after_the_copy_a_block_waits_for_the_step_that_may_read_it() -> None:
+    pool = BlockPool("full", 1)
+    block = pool.allocate(1)
+    pool.pin(block)
+    pool.open_epoch(1)
+    pool.free(block)
+    pool.unpin(block)
+    assert (pool.num_free, pool.num_limbo, pool.num_parked) == (0, 1, 0)
+    pool.close_epoch(1)
+    assert pool.num_free == 1
+
+
+def test_an_owned_block_stays_owned_after_a_copy() -> None:
+    pool = BlockPool("full", 2)
+    block = pool.allocate(1)
+    pool.pin(block)
+    pool.unpin(block)
+    assert (pool.num_owned, pool.num_limbo) == (1, 0)
+    with pytest.raises(AssertionError, match="unpinned twice"):
+        pool.unpin(block)
+    with pytest.raises(AssertionError, match="not owned"):
+        pool.pin(pool.free_blocks().copy())
+
+
 def test_f9_limbo_waits_for_every_epoch_open_at_the_free() -> None:
     pool = BlockPool("full", 1)
     block = pool.allocate(1)

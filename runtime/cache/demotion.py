@@ -1,0 +1,237 @@
+"""Copies of cached state into slower tiers, made before the device needs the room.
+
+    a request ends    its path is queued
+    tick              the next pages of the first path: pinned, copied, unpinned when the copy ended
+    few blocks free   with nothing queued, the paths that would be evicted first
+
+What has a copy is evicted for nothing. What has none, because the write-behind was full or the
+tier refused, is evicted all the same: nobody waits for a copy. Pins never hold more than a share of
+a pool, and `yield_blocks` gives up what has not begun as soon as a running request is short.
+
+This module does not evict, and runs on the control plane's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix import Cause, Match, Namespace, RadixTree, TokenKey
+from statewise.radix.lasting import lasting_pages, lasting_snapshots
+from statewise.radix.overlay import sources_first
+from statewise.runtime.cache.checksums import BlockChecksums
+from statewise.runtime.cache.mirror import Mirror
+from statewise.runtime.cache.stored import Names, StoredState
+from statewise.runtime.clock import Clock
+from statewise.runtime.memory.block_pool import BlockPool
+from statewise.runtime.tiers.copies import DevicePage
+from statewise.runtime.tiers.page import PageAddress
+from statewise.runtime.tiers.store import NO_HANDLE, Outcome
+from statewise.runtime.tiers.tiers import Tiers
+from statewise.runtime.tiers.transfer import Transfer
+
+Bool = NDArray[np.bool_]
+Int32 = NDArray[np.int32]
+PAGES_PER_TICK = 64  # looked at between two steps
+MAX_PATHS = 256  # queued; more push out the oldest
+PIN_SHARE = 0.25  # of a pool, for copies that are queued or run
+LOW_SHARE = 0.25  # free blocks below which the oldest paths are copied early
+EARLY_NODES = 16  # looked at for that, each time
+REFUSED_PAUSE_S = 1.0  # after a tier took nothing
+YIELD_PAUSE_S = 0.05  # after blocks were needed
+
+
+@dataclass
+class Path:
+    """A path of the tree to copy, from page `at` on.
+
+    `resume_at`: a position at which the same prompt would resume; 0 for none.
+    """
+
+    namespace: Namespace
+    key: TokenKey
+    resume_at: int
+    at: int = 0
+
+
+class Demotion:
+    """Copies one tree's state into the fastest slower tier, which passes it on."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: tuple[BlockPool, ...],
+        tiers: Tiers,
+        stored: StoredState,
+        mirror: Mirror,
+        sums: BlockChecksums,
+        clock: Clock,
+    ) -> None:
+        self._tree, self._pools, self._tiers, self._sums = tree, pools, tiers, sums
+        self._stored, self._mirror, self._clock = stored, mirror, clock
+        self._schema = tree.schema
+        self._target = next(iter(tiers.stores))
+        self._paths: deque[Path] = deque()
+        self._open: set[Transfer] = set()
+        self._num_pinned = [0] * len(pools)
+        self._paused_until_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a tick may find something to do."""
+        return bool(self._paths) and self._clock.monotonic() >= self._paused_until_s
+
+    def note(self, namespace: Namespace, key: TokenKey, resume_at: int = 0) -> None:
+        """State along this path is worth a copy.
+
+        Of window groups: what checkpoints keep, and what a resume at `resume_at` tokens needs.
+        """
+        self._paths.append(Path(namespace, key, resume_at))
+        if len(self._paths) > MAX_PATHS:
+            self._paths.popleft()
+
+    def forget_paths(self) -> None:
+        """Nothing that was queued is to be copied."""
+        self._paths.clear()
+
+    def yield_blocks(self) -> bool:
+        """A running request is short of blocks: begin no more copies; whether any was open."""
+        if not self._open:
+            return False
+        for transfer in self._open:
+            self._tiers.engine.cancel(transfer)
+        self._paused_until_s = self._clock.monotonic() + YIELD_PAUSE_S
+        return True
+
+    # ---------------------------------------------------------------- ticking
+
+    def tick(self) -> None:
+        """Queue the next copies, a bounded number."""
+        if self._clock.monotonic() < self._paused_until_s:
+            return
+        if not self._paths:
+            self._look_ahead()
+        left = PAGES_PER_TICK
+        while self._paths and left > 0:
+            path = self._paths[0]
+            match = self._tree.match(path.namespace, path.key)
+            end = min(path.at + left, match.logical_pages)
+            left -= max(end - path.at, 1)
+            if not self._copy(match, path, end):
+                return
+            path.at = end
+            if end >= match.logical_pages:
+                self._paths.popleft()
+
+    def _look_ahead(self) -> None:
+        """Queue what would be evicted first, where room is getting short."""
+        if all(pool.num_free >= LOW_SHARE * pool.num_blocks for pool in self._pools):
+            return
+        for node in islice(self._tree.topology.recency, EARLY_NODES):
+            for group in self._tree.topology.paged:
+                segment = node.segments[group]
+                blocks = segment.blocks[segment.resident(self._tree.stamps[group])]
+                is_history = self._schema.groups[group].kind.is_history
+                if is_history and not self._mirror.has(group, blocks).all():
+                    self.note(*self._tree.topology.path_of(node))
+                    return
+
+    # ---------------------------------------------------------------- copying
+
+    def _copy(self, match: Match, path: Path, end: int) -> bool:
+        """Copy pages up to `end` and, with the last, the snapshots; False: not now."""
+        names = self._stored.names(match.namespace, match.key)
+        pages: list[DevicePage] = []
+        for group in sources_first(self._schema):
+            if not self._schema.groups[group].kind.is_snapshot:
+                lasting = lasting_pages(match, group, path.resume_at)[path.at : end]
+                pages += self._pages(match, names, group, path.at, lasting)
+        if end >= match.logical_pages:
+            pages += self._snapshots(match, names)
+        pages = self._without_known(pages)
+        return not pages or self._submit(pages)
+
+    def _pages(
+        self, match: Match, names: Names, group: int, start: int, wanted: Bool
+    ) -> list[DevicePage]:
+        blocks = match.blocks(group)[start : start + len(wanted)]
+        wanted[wanted] = ~self._mirror.has(group, blocks[wanted])
+        return [
+            self._page(group, int(blocks[i]), self._stored.page_address(names, group, start + i))
+            for i in np.flatnonzero(wanted).tolist()
+        ]
+
+    def _page(self, group: int, block: int, address: PageAddress) -> DevicePage:
+        """A block to copy; where checksums are kept, only as it was when it was published."""
+        tables = self._sums.tables
+        expected = None if tables is None else tables[group][block].copy()
+        return DevicePage(group, block, address, self._schema.page_size, expected)
+
+    def _snapshots(self, match: Match, names: Names) -> list[DevicePage]:
+        size = self._schema.page_size
+        out = []
+        for position, held in lasting_snapshots(match):
+            block = np.array([held.block], dtype=np.int32)
+            if position and not self._mirror.has(held.group, block)[0]:
+                address = self._stored.snapshot_address(names, held.group, position // size)
+                out.append(self._page(held.group, held.block, address))
+        return out
+
+    def _without_known(self, pages: list[DevicePage]) -> list[DevicePage]:
+        """Leave out, and mark, what the tier has already."""
+        if not pages:
+            return pages
+        handles = self._tiers.stores[self._target].find([page.address.key for page in pages])
+        for page, handle in zip(pages, handles, strict=True):
+            if handle != NO_HANDLE:
+                self._mirror.mark(page.group, [page.block], [page.address.key])
+        known = zip(pages, handles, strict=True)
+        return [page for page, handle in known if handle == NO_HANDLE]
+
+    def _submit(self, pages: list[DevicePage]) -> bool:
+        by_group: dict[int, list[int]] = {}
+        generations = [int(self._pools[p.group].generations[p.block]) for p in pages]
+        for page in pages:
+            by_group.setdefault(page.group, []).append(page.block)
+        for group, blocks in by_group.items():
+            room = max(int(PIN_SHARE * self._pools[group].num_blocks), len(blocks))
+            if self._num_pinned[group] and self._num_pinned[group] + len(blocks) > room:
+                return False
+
+        def ended(transfer: Transfer) -> None:
+            self._open.discard(transfer)
+            self._ended(transfer, pages, generations)
+            self._pin(by_group, -1)
+
+        self._pin(by_group, 1)
+        transfer = self._tiers.demote(self._target, pages, ended)
+        if transfer is None:
+            self._pin(by_group, -1)
+            return False
+        self._open.add(transfer)
+        return True
+
+    def _pin(self, by_group: dict[int, list[int]], sign: int) -> None:
+        for group, blocks in by_group.items():
+            pool, array = self._pools[group], np.array(blocks, dtype=np.int32)
+            pool.pin(array) if sign > 0 else pool.unpin(array)
+            self._num_pinned[group] += sign * len(blocks)
+
+    def _ended(self, transfer: Transfer, pages: list[DevicePage], generations: list[int]) -> None:
+        """Mark what has a copy now; what was evicted meanwhile has one all the same."""
+        arrived: list[tuple[int, str]] = []
+        for page, generation, result in zip(pages, generations, transfer.results, strict=True):
+            assert result is not None, "a transfer that is done has results"
+            if result.outcome is not Outcome.OK:
+                continue
+            arrived.append((result.handle, page.address.group))
+            self._tree.ledger.note(page.group, Cause.MIRROR, 1)
+            if self._pools[page.group].generations[page.block] == generation:
+                self._mirror.mark(page.group, [page.block], [page.address.key])
+        if not arrived and not transfer.is_cancelled:
+            self._paused_until_s = self._clock.monotonic() + REFUSED_PAUSE_S
+        self._tiers.pass_on(self._target, arrived)

@@ -1,0 +1,222 @@
+"""The slower tiers as the prefix cache uses them: what is found, copied out, and copied back.
+
+    offer       a plan that loads, where loading is estimated to be quicker than computing
+    promote     start it; the request waits in the queue, or for a moment where it is quick
+    note        a path is worth a copy
+    poll        between two steps: deliver what ended, start the next copies
+    yield_to    a running request is short of blocks: give up copies and leases nobody runs on
+
+Everything here happens on the control plane's thread; copies run on I/O threads and are told of at
+`poll`. Without slower tiers there is no `Tiering`.
+
+This module does not decide when a request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from statewise.radix import (
+    Budget,
+    CostObserver,
+    Match,
+    Namespace,
+    RadixTree,
+    Tier,
+    TokenKey,
+    Verdict,
+    Written,
+    plan,
+)
+from statewise.radix.overlay import overlay
+from statewise.radix.plan import RecoveryPlan
+from statewise.runtime.cache.blocks import Blocks
+from statewise.runtime.cache.demotion import Demotion
+from statewise.runtime.cache.mirror import Mirror
+from statewise.runtime.cache.promotion import Offer, Promotion, Promotions
+from statewise.runtime.cache.stored import StoredState
+from statewise.runtime.clock import Clock
+from statewise.runtime.tiers.page import GroupShape, PageAddress
+from statewise.runtime.tiers.tiers import Tiers
+from statewise.runtime.tiers.transfer import Transfer
+
+MAX_SYNC_S = 0.01  # loads estimated to be shorter are waited for
+SYNC_PATIENCE = 4.0  # times the estimate; then the request waits in the queue after all
+MAX_PREFETCHES = 4  # at a time
+
+
+class Tiering:
+    """One cache's slower tiers; owns `tiers` and closes them."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        blocks: Blocks,
+        tiers: Tiers,
+        written: Callable[[], Written],
+        clock: Clock,
+    ) -> None:
+        self.tiers = tiers
+        self._tree = tree
+        self._schema = tree.schema
+        self._blocks = blocks
+        self.mirror = Mirror(blocks.pools)
+        self.stored = StoredState(tree.schema, tiers)
+        parts = (tree, blocks.pools, tiers, self.stored, self.mirror)
+        self.demotion = Demotion(*parts, blocks.sums, clock)
+        self.promotions = Promotions(tree, blocks, tiers, self.mirror, written)
+        self._prefetching: set[Transfer] = set()
+
+    def observe(self, cost: CostObserver) -> None:
+        """Tell `cost` how long loads take."""
+        self.promotions.observer = cost
+
+    @property
+    def version(self) -> int:
+        """Moves whenever an offer may come out differently."""
+        return self.tiers.version
+
+    # ---------------------------------------------------------------- planning
+
+    def offer(
+        self,
+        match: Match,
+        verdicts: Iterable[Verdict],
+        device_plan: RecoveryPlan,
+        budget: Budget,
+        cost: CostObserver,
+    ) -> Offer | None:
+        """A plan with loads that is quicker than `device_plan`; None where there is none."""
+        step = lcm(budget.granularity, self._schema.page_size) // self._schema.page_size
+        if device_plan.position >= len(match.key) // self._schema.page_size // step * step * (
+            self._schema.page_size
+        ):
+            return None  # nothing is left to be loaded
+        findings = self.stored.look(match, verdicts, step)
+        if not findings.stored:
+            return None
+        asked = replace(budget, load=True, front=False, terminal=False, max_sync_s=MAX_SYNC_S)
+        chosen = plan(overlay(match, findings.stored), verdicts, self._schema, cost.model, asked)
+        if not chosen.loads or chosen.total_s >= device_plan.total_s:
+            return None
+        return Offer(chosen, findings)
+
+    # ---------------------------------------------------------------- copying back
+
+    def promote(self, match: Match, offer: Offer) -> Promotion:
+        """Start the loads of an offer; waits for those that are quick.
+
+        `match` is the tree's, without what failed validation. Raises `OutOfBlocksError` or
+        `StaleMatchError`; nothing is held then.
+        """
+        promotion = self.promotions.begin(match, offer)
+        if not offer.plan.asynchronous:
+            patience = SYNC_PATIENCE * MAX_SYNC_S
+            for transfer in list(promotion.waiting_for):
+                if not self.tiers.engine.wait(transfer, patience):
+                    break
+            self.deliver()
+        return promotion
+
+    def prefetch(self, offer: Offer) -> bool:
+        """Copy what a queued request will want to the host; False where there is none, or later."""
+        if Tier.HOST not in self.tiers.stores or len(self._prefetching) >= MAX_PREFETCHES:
+            return False
+        by_tier: dict[Tier, list[tuple[int, str]]] = {}
+        for group, _, tier, handle, _ in offer.pages():
+            if tier is not Tier.HOST:
+                by_tier.setdefault(tier, []).append((handle, self._schema.groups[group].name))
+        for tier, pages in by_tier.items():
+            done = self._prefetching.discard
+            self._prefetching.add(self.tiers.prefetch(tier, pages, done))
+        return bool(by_tier)
+
+    def probe(self, namespace: Namespace, key: TokenKey) -> Transfer | None:
+        """Ask a remote store for a prompt's pages; None where there is none, or it is known."""
+        if Tier.REMOTE not in self.tiers.stores:
+            return None
+        addresses = self._addresses(namespace, key)
+        unknown = [a for a, at in zip(addresses, self.tiers.find(addresses), strict=True) if not at]
+        return self.tiers.probe(unknown) if unknown else None
+
+    def _addresses(self, namespace: Namespace, key: TokenKey) -> list[PageAddress]:
+        names = self.stored.names(namespace, key)
+        num_pages = len(key) // self._schema.page_size
+        out = []
+        for group, spec in enumerate(self._schema.groups):
+            if spec.kind.is_snapshot:
+                boundaries = range(1, num_pages + 1)
+                out += [self.stored.snapshot_address(names, group, b) for b in boundaries]
+            else:
+                out += [self.stored.page_address(names, group, p) for p in range(num_pages)]
+        return out
+
+    # ---------------------------------------------------------------- running
+
+    def poll(self) -> None:
+        """Deliver what ended, take note of what tiers dropped, start the next copies."""
+        self.deliver()
+        self.demotion.tick()
+
+    def deliver(self) -> None:
+        """Deliver what ended."""
+        self.tiers.poll()
+        for dropped in self.tiers.pop_dropped():
+            if dropped.elsewhere is None:
+                self.mirror.forget(dropped.key)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` has, or will soon have, something to do."""
+        return self.tiers.engine.num_open > 0 or self.demotion.is_busy
+
+    def yield_to_running(self) -> bool:
+        """Give up copies that have not begun, and leases that nobody runs on; whether any were."""
+        stopped = self.demotion.yield_blocks()
+        gave = self.promotions.give_up_leases()
+        self.deliver()
+        return stopped or gave
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        """Other weights: nothing stored under the old ones is found from now on."""
+        self.promotions.abandon_all()
+        self.demotion.forget_paths()
+        self.tiers.rebind(shapes)
+        self.deliver()
+        self.mirror.clear()
+        self.stored.forget_names()
+
+    def clear(self) -> None:
+        """Forget everything that slower tiers hold."""
+        self.promotions.abandon_all()
+        self.demotion.forget_paths()
+        self.demotion.yield_blocks()
+        self.tiers.engine.drain()
+        self.deliver()
+        self.tiers.clear()
+        self.mirror.clear()
+
+    def status(self) -> list[dict[str, Any]]:
+        """Figures of every tier, JSON-able, fastest first."""
+        return [
+            {
+                "tier": s.tier.name.lower(),
+                "state": s.state,
+                "pages": s.num_pages,
+                "used_bytes": s.used_bytes,
+                "budget_bytes": s.budget_bytes,
+                "pages_by_group": s.pages_by_group,
+                "counters": s.counters,
+            }
+            for s in self.tiers.status()
+        ]
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Copy out what is queued, for at most `drain_s` seconds, and stop. Idempotent."""
+        self.promotions.abandon_all()
+        while drain_s and self.demotion.is_busy and self.tiers.engine.drain(drain_s):
+            self.poll()
+        self.tiers.close(drain_s)

@@ -1,0 +1,143 @@
+"""Slower tiers of an engine, from its settings: opened over the pools, measured once.
+
+    host     copies of a few blocks to rows and back: bytes per second of the way every load ends in
+    disk     a file written and read in the cache's directory, the medium's share
+    remote   nothing is asked before the first request; the planner's first guess is refined
+
+This module decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from statewise.radix.cost import DEFAULT_TIERS, TierCost
+from statewise.radix.schema import CacheSchema
+from statewise.radix.segment import Tier
+from statewise.runtime.clock import Clock
+from statewise.runtime.config import ServerArgs
+from statewise.runtime.memory.block_store import DeviceStore
+from statewise.runtime.tiers.buffers import Arena, allocate
+from statewise.runtime.tiers.device_io import DeviceIO, layer_bytes_of, pin
+from statewise.runtime.tiers.files import Files
+from statewise.runtime.tiers.page import GroupShape, shapes_of
+from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
+
+GB = 10**9
+PROBE_BYTES = 16 << 20  # of the disk's measurement
+CHUNK_BYTES = 4 << 20
+MAX_PROBE_BLOCKS = 64
+SMALLEST_S = 1e-6
+# An I/O thread that computes holds the interpreter for at most this long (its default is 5 ms):
+# a decoding step asks for it after every kernel.
+SWITCH_INTERVAL_S = 5e-4
+
+
+class SlowerTiers:
+    """Opens and measures the tiers that settings ask for."""
+
+    def __init__(self, args: ServerArgs, store: DeviceStore) -> None:
+        self._args = args
+        self._store = store
+        self._layer_bytes = layer_bytes_of(store)
+        self._item_bytes = store.groups[0].layers[0].element_size()
+
+    @staticmethod
+    def are_asked_for(args: ServerArgs) -> bool:
+        """Whether there are any."""
+        return bool(args.host_cache_gb or args.disk_cache_dir or args.remote_cache)
+
+    def shapes(self, schema: CacheSchema) -> tuple[GroupShape, ...]:
+        """What pages are called under a schema; its fingerprint names the weights."""
+        return shapes_of(schema, self._layer_bytes, 0, self._item_bytes)
+
+    @property
+    def lines(self) -> list[str]:
+        """For the start log."""
+        args = self._args
+        parts = []
+        if args.host_cache_gb:
+            parts.append(f"host memory {args.host_cache_gb:g} GB")
+        if args.disk_cache_dir:
+            sealed = ", encrypted" if args.cache_key_file else ""
+            parts.append(f"disk {args.disk_cache_dir} {args.disk_cache_gb:g} GB{sealed}")
+        if args.remote_cache:
+            parts.append(f"remote {args.remote_cache.split('?')[0]}")
+        return [f"slower tiers: {'; '.join(parts)}"]
+
+    def open(self, clock: Clock) -> Tiers:
+        """Open all of them. Raises TierError, saying what to change."""
+        args = self._args
+        settings = TierSettings(
+            host_bytes=int(args.host_cache_gb * GB),
+            disk_directory=args.disk_cache_dir,
+            disk_bytes=int(args.disk_cache_gb * GB),
+            disk_ttl_s=args.cache_ttl_hours * 3600.0,
+            disk_codec=args.disk_cache_codec,
+            remote_url=args.remote_cache,
+            remote_codec=args.remote_cache_codec,
+            key_file=args.cache_key_file,
+        )
+        shapes = self.shapes(self._store.schema)
+        weights = [
+            float(pool.num_blocks * shape.row_bytes)
+            for pool, shape in zip(self._store.groups, shapes, strict=True)
+        ]
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        return open_tiers(shapes, DeviceIO(self._store), settings, clock, weights=weights, pin=pin)
+
+    # ---------------------------------------------------------------- measuring
+
+    def costs(self, clock: Clock) -> Mapping[Tier, TierCost]:
+        """What a load from each tier costs; on blocks that nobody owns yet."""
+        costs = dict(DEFAULT_TIERS)
+        landing = self._landing_rate(clock)
+        costs[Tier.HOST] = TierCost(landing, DEFAULT_TIERS[Tier.HOST].latency_s)
+        if self._args.disk_cache_dir:
+            medium = self._medium_rate(clock)
+            rate = 1.0 / (1.0 / landing + 1.0 / medium)
+            costs[Tier.DISK] = TierCost(rate, DEFAULT_TIERS[Tier.DISK].latency_s)
+        return costs
+
+    def _landing_rate(self, clock: Clock) -> float:
+        """Bytes per second from rows into blocks, digests included."""
+        pairs = zip(self._layer_bytes, self._store.groups, strict=True)
+        sizes = [layer * len(pool.layers) for layer, pool in pairs]
+        group = max(range(len(sizes)), key=sizes.__getitem__)
+        count = min(self._store.groups[group].num_blocks, MAX_PROBE_BLOCKS)
+        rows = Arena(sizes[group], count).take(count)
+        blocks, device = list(range(count)), DeviceIO(self._store)
+        device.read(group, blocks, rows)
+        best = float("inf")
+        for _ in range(3):
+            began = clock.monotonic()
+            device.write(group, blocks, rows)
+            best = min(best, clock.monotonic() - began)
+        return count * sizes[group] / max(best, SMALLEST_S)
+
+    def _medium_rate(self, clock: Clock) -> float:
+        """Bytes per second of reading a file in the cache's directory."""
+        files, buffer = Files(), allocate(CHUNK_BYTES)
+        path = Path(self._args.disk_cache_dir).expanduser() / f"speed-{os.getpid()}"
+        try:
+            fd = files.create(path, PROBE_BYTES)
+            try:
+                for offset in range(0, PROBE_BYTES, CHUNK_BYTES):
+                    files.write(fd, [buffer], offset)
+                files.sync(fd)
+                began = clock.monotonic()
+                for offset in range(0, PROBE_BYTES, CHUNK_BYTES):
+                    files.read(fd, [buffer], offset)
+                seconds = clock.monotonic() - began
+            finally:
+                files.close(fd)
+        except OSError:
+            return DEFAULT_TIERS[Tier.DISK].bytes_per_s
+        finally:
+            with contextlib.suppress(OSError):
+                files.remove(path)
+        return PROBE_BYTES / max(seconds, SMALLEST_S)

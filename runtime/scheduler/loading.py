@@ -1,0 +1,124 @@
+"""Waiting requests whose state is on its way from a slower tier.
+
+    ask      a remote store is asked once what it has of the prompt
+    load     what the lookup offers is copied back while others run; then the request is looked up
+             again, as if nobody had ever loaded anything
+    run      the lease that kept it cached goes to the request
+
+A load is an offer, never a condition: one that fails, finds no blocks, or was tried often enough
+leaves the request with the plan it had without it.
+
+This module does not admit, and does not copy.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from statewise.radix import StaleMatchError
+from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.cache.tiering import Tiering
+from statewise.runtime.errors import OutOfBlocksError
+from statewise.runtime.scheduler.request import Request
+
+MAX_LOADS = 2  # of one request: what was evicted before it ran is loaded once more
+MAX_LOADING = 4  # requests at a time
+PREFETCH_AHEAD = 8  # waiting requests looked at
+
+Reason = tuple[str, str]  # cause, sentence
+
+
+class Loading:
+    """Loads for the waiting requests of one scheduler; does nothing without slower tiers."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are slower tiers."""
+        return self._cache.tiering is not None
+
+    @property
+    def _tiering(self) -> Tiering | None:
+        return self._cache.tiering
+
+    def must_wait(self, request: Request, lookup: Lookup, *, is_alone: bool) -> Reason | None:
+        """Why the request waits for a slower tier, having started what it waits for; or None.
+
+        The lookup may be out of date afterwards. `is_alone`: nothing runs that could give blocks.
+        """
+        tiering = self._tiering
+        if tiering is None or lookup.match is None:
+            return None
+        if request.promotion is not None and not request.promotion.is_done:
+            return "load", "its state is being copied back"
+        if not self._has_asked(request, lookup, tiering):
+            return "load", "the remote store is being asked"
+        if lookup.offer is None or request.num_loads >= MAX_LOADS:
+            return None
+        if tiering.promotions.is_loading(lookup.match, lookup.offer.plan.position):
+            return "prefix", "another request's load brings it"
+        if sum(not p.is_done for p in tiering.promotions.open) >= MAX_LOADING:
+            return "load", "others are loading"
+        return self._load(request, lookup, is_alone=is_alone)
+
+    def _has_asked(self, request: Request, lookup: Lookup, tiering: Tiering) -> bool:
+        """Whether a remote store has said what it has; asks it the first time."""
+        if request.probe is None and lookup.match is not None:
+            request.probe = tiering.probe(lookup.namespace, lookup.match.key)
+        return request.probe is None or request.probe.is_done
+
+    def _load(self, request: Request, lookup: Lookup, *, is_alone: bool) -> Reason | None:
+        self.release(request)
+        try:
+            request.promotion = self._cache.promote(lookup)
+        except StaleMatchError:
+            request.lookup = None
+            return "cache", "what it would have loaded has just changed"
+        except OutOfBlocksError as error:
+            if is_alone:
+                request.num_loads = MAX_LOADS  # nobody will give blocks: do without
+                return None
+            return "blocks", str(error)
+        request.num_loads += 1
+        if request.promotion.is_done:
+            return None
+        return "load", "its state is being copied back"
+
+    def release(self, request: Request) -> None:
+        """It runs, or has ended, or will load anew: what was loaded for it may go."""
+        promotion, request.promotion = request.promotion, None
+        if promotion is None:
+            return
+        assert self._tiering is not None
+        if promotion.is_done:
+            request.loaded.update(promotion.loaded)
+        self._tiering.promotions.release(promotion)
+
+    def prefetch(self, waiting: dict[str, Request]) -> None:
+        """Have what queued requests will want in host memory by the time it is their turn."""
+        tiering = self._tiering
+        if tiering is None:
+            return
+        for request in islice(waiting.values(), PREFETCH_AHEAD):
+            lookup = request.lookup
+            if lookup is None or lookup.offer is None or request.is_prefetched:
+                continue
+            if request.promotion is None:
+                request.is_prefetched = tiering.prefetch(lookup.offer)
+
+    def yield_to_running(self) -> bool:
+        """A request that runs, or could if it had blocks, comes before copies and loads.
+
+        Whether blocks came, or will come by themselves.
+        """
+        return self._tiering is not None and self._tiering.yield_to_running()
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks come back by themselves when a copy that has begun ends."""
+        if self._tiering is None:
+            return False
+        loading = any(not promotion.is_done for promotion in self._tiering.promotions.open)
+        return loading or any(pool.num_parked for pool in self._cache.pools)

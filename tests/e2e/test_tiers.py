@@ -1,0 +1,71 @@
+"""A server with a disk cache, from outside: stopped, killed, started again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from statewise.runtime.models.tiny import TinySize, make_tiny_model
+from support.server_process import ServerProcess, model_server
+
+pytestmark = pytest.mark.slow
+IDS = [(7 * i) % 250 for i in range(400)]
+SIZE = TinySize(layers=6, window=16)
+
+
+def generate(server: ServerProcess) -> dict[str, Any]:
+    params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/generate", {"input_ids": IDS, "sampling_params": params})
+    assert answer.status_code == 200, answer.text
+    shown: dict[str, Any] = answer.json()
+    return shown
+
+
+def stored_pages(server: ServerProcess) -> int:
+    """Pages on disk, once no more are being written."""
+    last = -1
+    for _ in range(200):
+        (state,) = server.get("/server_info").json()["internal_states"]
+        (disk,) = [tier for tier in state["tiers"] if tier["tier"] == "disk"]
+        if disk["pages"] and disk["pages"] == last:
+            return last
+        last = disk["pages"]
+        time.sleep(0.2)
+    raise AssertionError("nothing was stored")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_a_restarted_server_is_warm(ending: signal.Signals, tmp_path: Path) -> None:
+    make_tiny_model("gemma3", tmp_path / "m", size=SIZE)
+    flags = ("--page-size", "8", "--max-total-tokens", "2048", "--dtype", "float32",
+             "--num-threads", "1", "--disk-cache-dir", str(tmp_path / "cache"),
+             "--disk-cache-gb", "0.1", "--host-cache-gb", "0.01", "--no-calibrate")  # fmt: skip
+    with model_server(tmp_path / "m", *flags) as server:
+        cold = generate(server)
+        assert cold["meta_info"]["cache_report"]["matched"] == 0
+        stored_pages(server)
+        if ending is signal.SIGKILL:
+            server.children()["scheduler"].kill()
+            server.popen.kill()
+        else:
+            server.stop()
+    with model_server(tmp_path / "m", *flags) as server:
+        warm = generate(server)
+        assert warm["output_ids"] == cold["output_ids"]
+        meta = warm["meta_info"]
+        report = meta["cache_report"]
+        assert (report["level"], report["loaded"]) == ("load", 392)
+        assert report["loaded_from"] == {"disk": 392}
+        assert meta["cached_tokens"] == 392
+        assert meta["cached_tokens_details"]["storage"] == 392
+        metrics = server.get("/metrics").text
+        assert 'statewise:tier_bytes{model_name="m",tier="disk"}' in metrics
+        assert "statewise:loaded_pages_total{" in metrics
+        assert server.post("/flush_cache", {}).status_code == 200
+        again = generate(server)
+        assert again["output_ids"] == cold["output_ids"]
+        assert again["meta_info"]["cache_report"]["matched"] == 0, "a flush reaches every tier"

@@ -1,0 +1,150 @@
+"""Slower tiers of a simulated world: the real engine, stores in memory, I/O when the seed says so.
+
+Fault model. Bits of stored pages flip; reads fail, or find nothing; writes find no room. A worker's
+death takes the host tier with it, and every copy that had not ended; the disk's pages stay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statewise.radix.cost import TierCost
+from statewise.radix.schema import CacheSchema
+from statewise.radix.segment import Tier
+from statewise.runtime.engine.core import EngineCore
+from statewise.runtime.tiers.buffers import Row
+from statewise.runtime.tiers.copies import Copier
+from statewise.runtime.tiers.host import HostTier
+from statewise.runtime.tiers.page import GroupShape, shapes_of
+from statewise.runtime.tiers.store import Fetched, Outcome, TierStore
+from statewise.runtime.tiers.tiers import Tiers
+from statewise.runtime.tiers.transfer import EngineOptions, TransferEngine
+from support.digest_worker import DigestWorker
+from support.sim_knobs import TierKnobs
+from support.sim_world import SimClock
+
+STEP_S = 1e-3
+
+
+class SimBlocks:
+    """A `BlockIO` over a digest worker's memory."""
+
+    def __init__(self, worker: DigestWorker) -> None:
+        self._worker = worker
+
+    def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> NDArray[np.uint64]:
+        words = self._worker.blocks(group)
+        for block, row in zip(blocks, rows, strict=True):
+            row.data[:] = np.frombuffer(words[:, block].tobytes(), dtype=np.uint8)
+        return self._worker.checksums(group, np.array(blocks, dtype=np.int32))
+
+    def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> NDArray[np.uint64]:
+        words = self._worker.blocks(group)
+        for block, row in zip(blocks, rows, strict=True):
+            data = np.frombuffer(row.data.tobytes(), dtype=np.uint64)
+            words[:, block] = data.reshape(words.shape[0], words.shape[2])
+        return self._worker.checksums(group, np.array(blocks, dtype=np.int32))
+
+
+class SimStore(HostTier):
+    """Pages in memory, as a tier of any speed, with faults."""
+
+    def __init__(self, tier: Tier, shapes: Sequence[GroupShape], pages: int) -> None:
+        super().__init__(shapes, [pages] * len(shapes))
+        self.tier = tier
+        self.rng: random.Random | None = None  # faults strike while there is one
+        self.faults: Counter[str] = Counter()
+
+    def _strikes(self, fault: str, chance: float) -> bool:
+        if self.rng is None or self.rng.random() >= chance:
+            return False
+        self.faults[fault] += 1
+        return True
+
+    def stage(self, group: str, count: int) -> list[Row]:
+        return super().stage(group, 0 if self._strikes("no room", 0.05) else count)
+
+    def fetch(self, handles: Sequence[int]) -> list[Fetched]:
+        if self._strikes("read error", 0.03):
+            raise OSError("injected")
+        fetched = super().fetch(handles)
+        for i, one in enumerate(fetched):
+            if one.row is not None and self._strikes("lost page", 0.03):
+                super().release([one])
+                fetched[i] = Fetched(one.handle, Outcome.MISSING)
+            elif one.row is not None and self.rng and self._strikes("stored bit flip", 0.03):
+                one.row.data[self.rng.randrange(one.row.size)] ^= 1 << self.rng.randrange(8)
+        return fetched
+
+    def rebind(self, shapes: Sequence[GroupShape]) -> None:
+        if self.tier is Tier.HOST:
+            super().rebind(shapes)
+
+    def close(self) -> None:
+        if self.tier is Tier.HOST:
+            super().close()
+
+
+class SimTiers:
+    """Makes the tiers of one world, for each engine it starts."""
+
+    def __init__(
+        self, schema: CacheSchema, knobs: TierKnobs, rng: random.Random, clock: SimClock
+    ) -> None:
+        self.schema, self.knobs, self.rng, self.clock = schema, knobs, rng, clock
+        self.faults: Counter[str] = Counter()
+        self.layer_bytes: list[int] = []
+        self.disk: SimStore | None = None
+        self.stores: list[SimStore] = []
+        self.engine: TransferEngine | None = None
+
+    def shapes(self, epoch: int) -> tuple[GroupShape, ...]:
+        """Names of pages under the weights of an epoch."""
+        return shapes_of(self.schema, self.layer_bytes, epoch, item_bytes=8)
+
+    def open(self, worker: DigestWorker, epoch: int) -> Tiers:
+        """Tiers over a new worker; the disk is the old one's."""
+        self.layer_bytes = [8 * slots for slots in worker.slots]
+        shapes = self.shapes(epoch)
+        stores = []
+        if self.knobs.host_pages:
+            stores.append(SimStore(Tier.HOST, shapes, self.knobs.host_pages))
+        if self.knobs.disk_pages:
+            if self.disk is None:
+                self.disk = SimStore(Tier.DISK, shapes, self.knobs.disk_pages)
+            stores.append(self.disk)
+        for store in stores:
+            store.rng = self.rng if self.knobs.faults else None
+            store.faults = self.faults
+        self.stores = stores
+        options = EngineOptions(0, self.knobs.max_queued_bytes, step_bytes=1 << 13)
+        self.engine = TransferEngine(options, self.clock)
+        copier = Copier(shapes, SimBlocks(worker), self.clock, step_bytes=options.step_bytes)
+        every: list[TierStore] = [*stores]
+        return Tiers(every, copier, self.engine)
+
+    def set_cost(self, core: EngineCore) -> None:
+        """Make the planner believe in this world's speed."""
+        model = core.cache.cost.model
+        cost = TierCost(self.knobs.bytes_per_s)
+        core.cache.use_cost(replace(model, tiers=dict.fromkeys(model.tiers, cost)))
+
+    def run_some(self, *, must: bool) -> int:
+        """Some steps of I/O; how many. `must`: faults have ended, and copies do not stall."""
+        assert self.engine is not None
+        if must:
+            for store in self.stores:
+                store.rng = None
+        count = 0
+        for _ in range(self.rng.randint(int(must), max(self.knobs.steps_between, int(must)))):
+            if not self.engine.run_one():
+                break
+            self.clock.pass_time(STEP_S)
+            count += 1
+        return count
