@@ -38,6 +38,15 @@ def stored_pages(server: ServerProcess) -> int:
     raise AssertionError("nothing was stored")
 
 
+def wait_for_metric(server: ServerProcess, text: str) -> None:
+    """The scheduler's numbers come with its next sign of life."""
+    for _ in range(50):
+        if text in server.get("/metrics").text:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {text} in {server.get('/metrics').text}")
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_a_restarted_server_is_warm(ending: signal.Signals, tmp_path: Path) -> None:
     make_tiny_model("gemma3", tmp_path / "m", size=SIZE)
