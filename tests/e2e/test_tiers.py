@@ -71,9 +71,8 @@ def test_a_restarted_server_is_warm(ending: signal.Signals, tmp_path: Path) -> N
         assert report["loaded_from"] == {"disk": 392}
         assert meta["cached_tokens"] == 392
         assert meta["cached_tokens_details"]["storage"] == 392
-        metrics = server.get("/metrics").text
-        assert 'statewise:tier_bytes{model_name="m",tier="disk"}' in metrics
-        assert "statewise:loaded_pages_total{" in metrics
+        wait_for_metric(server, 'statewise:tier_bytes{model_name="m",tier="disk"}')
+        wait_for_metric(server, "statewise:loaded_pages_total{")
         assert server.post("/flush_cache", {}).status_code == 200
         again = generate(server)
         assert again["output_ids"] == cold["output_ids"]
