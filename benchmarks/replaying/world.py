@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from replaying.trace import TraceRequest
 from statewise.radix import CacheSchema, CheckpointPolicy, CostModel, Prefill, StaleMatchError
-from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.cache.lookup import Lookup
+from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.cache.sequence import Sequence as Run
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.messages import CacheOptions

@@ -15,9 +15,8 @@ This module does not schedule, and never sees a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from statewise.radix import (
     Namespace,
     RadixTree,
     StaleMatchError,
-    Tier,
     TokenKey,
     Written,
     eviction_policy,
@@ -45,10 +43,10 @@ from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
 from statewise.runtime.cache.counters import CacheCounters
+from statewise.runtime.cache.lookup import NOTHING, Lookup
 from statewise.runtime.cache.patrol import CachePatrol
-from statewise.runtime.cache.promotion import Offer, Promotion
+from statewise.runtime.cache.promotion import Promotion
 from statewise.runtime.cache.recovery import RecoveryExecutor
-from statewise.runtime.cache.report import build_report
 from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.cache.snapshots import Snapshots
 from statewise.runtime.cache.tiering import Tiering
@@ -58,54 +56,11 @@ from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.events import EventLog
 from statewise.runtime.memory.block_pool import BlockPool
-from statewise.runtime.messages import CacheOptions, CacheReport
+from statewise.runtime.messages import CacheOptions
 from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.tiers import Tiers
 
 Int32 = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """What the tree offers a prompt, valid for one tree version."""
-
-    namespace: Namespace
-    match: Match | None  # None: the cache is off
-    plan: RecoveryPlan
-    verdicts: tuple[Verdict, ...]
-    prompt_len: int
-    tree_version: tuple[int, ...]
-    offer: Offer | None = None  # a quicker plan, which loads from slower tiers first
-
-    @property
-    def position(self) -> int:
-        """Where ordinary computation begins, in tokens."""
-        return self.plan.position
-
-    @property
-    def promised_position(self) -> int:
-        """Where it would begin after what slower tiers offer was loaded."""
-        return self.plan.position if self.offer is None else self.offer.plan.position
-
-    @property
-    def is_hit(self) -> bool:
-        """Whether anything of the prompt was found in the tree."""
-        return self.match is not None and bool(self.match.logical_pages or self.match.snapshots)
-
-    @property
-    def branch_position(self) -> int:
-        """Where trailing state should be kept for the next request; 0: nowhere."""
-        return (self.match.branch_position or 0) if self.match is not None else 0
-
-    def report(self, loaded: Mapping[int, Tier] | None = None) -> CacheReport:
-        """Why each prompt token is or is not reused; `loaded` pages were copied back for it."""
-        if self.match is None:
-            size = self.prompt_len
-            return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
-        return build_report(self.match, self.plan, self.verdicts, self.prompt_len, loaded or {})
-
-
-NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)
 
 
 class PrefixCache:

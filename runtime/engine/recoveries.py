@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from statewise.radix.plan import Level
-from statewise.runtime.cache.prefix_cache import Lookup
+from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.engine.counters import EngineCounters
 from statewise.runtime.events import EventLog
 

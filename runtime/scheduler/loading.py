@@ -16,7 +16,8 @@ from __future__ import annotations
 from itertools import islice
 
 from statewise.radix import StaleMatchError
-from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.cache.lookup import Lookup
+from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.cache.tiering import Tiering
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.request import Request

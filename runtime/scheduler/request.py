@@ -31,7 +31,7 @@ from statewise.runtime.messages import (
 
 if TYPE_CHECKING:
     from statewise.radix.segment import Tier
-    from statewise.runtime.cache.prefix_cache import Lookup
+    from statewise.runtime.cache.lookup import Lookup
     from statewise.runtime.cache.promotion import Promotion
     from statewise.runtime.tiers.transfer import Transfer
 

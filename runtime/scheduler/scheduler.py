@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from statewise.radix import CheckpointPolicy, Prefill, StaleMatchError
 from statewise.radix.schema import CacheSchema
-from statewise.runtime.cache.prefix_cache import Lookup, PrefixCache
+from statewise.runtime.cache.lookup import Lookup
+from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission

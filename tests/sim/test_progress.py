@@ -11,7 +11,7 @@ import pytest
 
 from statewise.radix.need import protected_pages, trailing_pages
 from statewise.radix.schema import GroupKind
-from statewise.runtime.cache.prefix_cache import Lookup
+from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.messages import CacheOptions
 from statewise.runtime.scheduler.batch import RowKind, ScheduledBatch, StepResult
 from statewise.runtime.scheduler.scheduler import LOOK_EVERY, MAX_BYPASS
