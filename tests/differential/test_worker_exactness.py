@@ -190,3 +190,53 @@ def test_deterministic_answers_are_bit_equal_to_a_cold_run(arch, dtype, seed):
     answers = scenario(parts, 100 + seed, **settings)
     for rid, (prompt, max_new, answer) in answers.items():
         assert answer == cold(parts, prompt, max_new, **settings), (seed, rid)
+
+
+@functools.cache
+def real() -> BuiltRuntime:
+    """SmolLM2 as it is served: bfloat16, pages of 16 tokens."""
+    args = ServerArgs(
+        model_path="smollm2-135m",
+        dtype="bfloat16",
+        attention_backend="cpu",
+        page_size=16,
+        max_total_tokens=8192,
+        num_threads=2,
+        skip_tokenizer_init=True,
+    )
+    return build_runtime(args)
+
+
+def seeded(rid: str, prompt: list[int], seed: int | None) -> TokenizedRequest:
+    """Sixteen tokens: greedy, or drawn with a seed."""
+    temperature = 0.0 if seed is None else 1.0
+    params = SamplingParams(
+        max_new_tokens=16, temperature=temperature, sampling_seed=seed, ignore_eos=True
+    )
+    return TokenizedRequest(
+        rid, pack_ids(prompt), params, LogprobOptions(True, top=1), CacheOptions()
+    )
+
+
+@pytest.mark.slow
+def test_a_real_model_repeats_bit_for_bit_in_any_company():
+    """Eight requests, greedy and seeded, over one stem: alone and cold, then together, twice."""
+    rng = random.Random(3)
+    stem = [rng.randrange(1000, 40000) for _ in range(700)]
+    prompts = [[*stem[: 100 * i + 33], 500 + i] for i in range(8)]
+    asked = {f"r{i}": (prompt, i if i % 2 else None) for i, prompt in enumerate(prompts)}
+    expected = {}
+    for i, (rid, (prompt, seed)) in enumerate(asked.items()):
+        core = core_of(real(), disable_radix_cache=True, chunked_prefill_size=(2048, 96)[i // 4])
+        out = Collected()
+        core.add_request(seeded(rid, prompt, seed))
+        out.drain(core)
+        expected[rid] = out.answers[rid]
+    core = core_of(real(), chunked_prefill_size=160)
+    for attempt in range(2):
+        out = Collected()
+        for rid, (prompt, seed) in asked.items():
+            core.add_request(seeded(rid, prompt, seed))
+        out.drain(core)
+        assert out.answers == expected, attempt
+    assert core.counters.effective_reuse_tokens > 2000
