@@ -493,6 +493,8 @@ class PrefixCache:
 
     def disown(self, sequence: Sequence, tokens: Int32) -> None:
         """Forget what a recalled sequence has published: it was computed from state that failed."""
+        if sequence.is_private:
+            return
         first, stop = sequence.began_from, sequence.num_published
         size = self.schema.page_size
         match = self.tree.match(sequence.namespace, TokenKey(tokens[: stop * size]))

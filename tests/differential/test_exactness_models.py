@@ -48,6 +48,14 @@ def test_hybrid_scenarios(arch: str, root: str) -> None:
 
 
 @pytest.mark.slow
+def test_whoever_shares_with_bounded_replays_is_exact(root: str) -> None:
+    """Approximate requests among others, windows lost between them: the others equal a cold run."""
+    outcomes = [scenario(case("gemma3", root), seed, bounded_replay=8) for seed in range(400, 412)]
+    assert sum(o.approximate for o in outcomes) > 0
+    assert sum(o.reused for o in outcomes) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_random_scenarios(arch: str, block: int, root: str) -> None:

@@ -17,12 +17,13 @@ import statewise as sw
 from statewise.frontend.cli import main
 from support.server_process import ServerProcess, model_server
 
-# Arguments of make-tiny-model, page size, groups.
-MODELS: dict[str, tuple[list[str], int, set[str]]] = {
-    "deepseek-v4": (["--layers", "8"], 16, {"swa", "csa", "idx", "csa_tail", "hca", "hca_tail"}),
-    "deepseek-v32": (["--layers", "3"], 16, {"latent", "idx"}),
-    "qwen3-next": (["--layers", "4"], 16, {"full", "recurrent"}),
-    "gpt-oss": (["--layers", "4", "--window", "24"], 16, {"full", "window"}),
+PAGE = 16  # what serving chooses for each
+# Arguments of make-tiny-model, groups.
+MODELS: dict[str, tuple[list[str], set[str]]] = {
+    "deepseek-v4": (["--layers", "8"], {"swa", "csa", "idx", "csa_tail", "hca", "hca_tail"}),
+    "deepseek-v32": (["--layers", "3"], {"latent", "idx"}),
+    "qwen3-next": (["--layers", "4"], {"full", "recurrent"}),
+    "gpt-oss": (["--layers", "4", "--window", "24"], {"full", "window"}),
 }
 PREFIX = "One line of a text that every question is about. " * 6
 
@@ -34,15 +35,15 @@ PREFIX = "One line of a text that every question is about. " * 6
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ServerProcess, set[str]]]:
-    arguments, page_size, groups = MODELS[request.param]
+    arguments, groups = MODELS[request.param]
     model = tmp_path_factory.mktemp("models") / request.param
     assert main(["make-tiny-model", request.param, str(model), *arguments]) == 0
-    with serve(model, page_size) as server:
+    with serve(model) as server:
         yield server, groups
 
 
-def serve(model: Path, page_size: int) -> ServerProcess:
-    flags = ["--max-total-tokens", "4096", "--page-size", str(page_size), "--num-threads", "1"]
+def serve(model: Path) -> ServerProcess:
+    flags = ["--max-total-tokens", "4096", "--num-threads", "1"]
     return model_server(model, *flags, "--dtype", "float32", "--audit")
 
 
@@ -66,7 +67,7 @@ def test_the_openai_client_gets_the_same_cold_warm_and_streamed(
         details = [answer.usage.prompt_tokens_details for answer in (cold, warm)]
         cached = [0 if d is None else d.cached_tokens or 0 for d in details]
         assert cached[0] == 0
-        assert cached[1] >= len(PREFIX) // 16 * 16
+        assert cached[1] >= len(PREFIX) // PAGE * PAGE
 
 
 @sw.function
@@ -86,7 +87,7 @@ def test_branches_of_a_program_reuse_their_stem(served: tuple[ServerProcess, set
     report = state.cache_report()
     assert [entry["kind"] for entry in report] == ["publish", "gen", "gen", "gen", "gen"]
     for entry in report[1:]:
-        assert entry["cached_tokens"] >= len(PREFIX) // 16 * 16
+        assert entry["cached_tokens"] >= len(PREFIX) // PAGE * PAGE
         assert {group["name"] for group in entry["report"]["groups"]} == groups
     cold = branches.run(temperature=0, backend=backend, cache_salt="another")
     assert cold.cache_report()[0]["cached_tokens"] == 0
