@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from statewise.radix import Namespace, TokenKey
+from statewise.radix import CostModel, Namespace, TokenKey
 from statewise.runtime.clock import SystemClock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.engine.build import build_runtime
@@ -105,24 +105,24 @@ class Outcome:
 
 
 def lose_something(core: EngineCore, prompt: list[int], rng: random.Random) -> None:
-    """Drop a run of pages, or of snapshots, of one group that the cache has of a prompt."""
+    """Drop a run of pages, or of snapshots, of one group that the cache has of a prompt.
+
+    Where replays may be bounded: all that is no history, which is what they are for.
+    """
     match = core.cache.tree.match(Namespace(), TokenKey(np.array(prompt, dtype=np.int32)))
-    if match.logical_pages:
+    if core.args.bounded_replay:
+        for group, spec in enumerate(core.cache.schema.groups):
+            if not spec.kind.is_history:
+                drop_state(core, match, group, range(match.logical_pages))
+    elif match.logical_pages:
         ends = sorted(rng.randrange(match.logical_pages + 1) for _ in range(2))
         group = rng.randrange(core.cache.schema.num_groups)
         drop_state(core, match, group, range(*ends))
 
 
-def scenario(case: Case, seed: int, *, bounded_replay: int = 0) -> Outcome:
-    """Shared prefixes, forks, tiny pools, preemption, aborts, chunk sizes and batch mixes.
-
-    In half of the scenarios cached state of single groups is lost between the requests; in all of
-    them with `bounded_replay`. Requests that it approximates are not compared: all others are.
-    """
-    rng, losses = random.Random(seed), random.Random(-1 - seed)
-    is_lossy = losses.random() < 0.5 or bounded_replay > 0
+def _core(case: Case, rng: random.Random, grows: bool, bounded_replay: int) -> EngineCore:
+    """An engine with small pools; with bounded replay, one to which tokens are dear."""
     unit = case.page_size // 8
-    grows = rng.random() < 0.4  # short prompts, long outputs, admitted on hope: preemption
     core = case.core(
         max_total_tokens=160 if grows else rng.choice([160, 240, 480]),
         max_window_tokens=unit * rng.choice([104, 160, 480]),
@@ -134,6 +134,22 @@ def scenario(case: Case, seed: int, *, bounded_replay: int = 0) -> Outcome:
     )
     if grows:
         core.scheduler.admission.reserve = NoReserve()
+    if bounded_replay:
+        chunk = core.args.chunked_prefill_size
+        core.use_cost(CostModel.uniform(core.cache.schema.num_layers, 1000.0, chunk=chunk))
+    return core
+
+
+def scenario(case: Case, seed: int, *, bounded_replay: int = 0) -> Outcome:
+    """Shared prefixes, forks, tiny pools, preemption, aborts, chunk sizes and batch mixes.
+
+    In half of the scenarios cached state of single groups is lost between the requests; in all of
+    them with `bounded_replay`. Requests that it approximates are not compared: all others are.
+    """
+    rng, losses = random.Random(seed), random.Random(-1 - seed)
+    is_lossy = losses.random() < 0.5 or bounded_replay > 0
+    grows = rng.random() < 0.4  # short prompts, long outputs, admitted on hope: preemption
+    core = _core(case, rng, grows, bounded_replay)
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(8, 80))] for _ in range(2)]
     wanted: dict[str, list[int]] = {}
     out: dict[str, list[int]] = {}
