@@ -36,6 +36,7 @@ from statewise.kernels.layout import block_layout_id, block_shape, check_layout,
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
+VECTOR_BYTES = 16
 KV_LAYOUT = "HND"
 
 
@@ -152,6 +153,10 @@ class FlashInferAttention:
     def layout_id(self, geometry: AttentionGeometry) -> str:
         """Word for [2, Hkv, P, D] blocks: the same bytes as the CPU backends'."""
         return block_layout_id(geometry)
+
+    def block_alignment(self, geometry: AttentionGeometry) -> int:
+        """16: its kernels load 128 bits at a time."""
+        return VECTOR_BYTES
 
     def pool_shape(self, geometry: AttentionGeometry, num_blocks: int) -> tuple[int, ...]:
         """[B, 2, Hkv, P, D]."""

@@ -110,6 +110,10 @@ class AttentionBackend(Protocol):
         """Shape of one layer's pool tensor."""
         ...
 
+    def block_alignment(self, geometry: AttentionGeometry) -> int:
+        """Bytes that the address of every block must be a multiple of."""
+        ...
+
     def plan(self, geometry: AttentionGeometry, layout: BatchLayout) -> Any:
         """Prepare one step of one group; called once however many layers the group has."""
         ...

@@ -61,6 +61,10 @@ class TorchAttention:
         """Word for [2, Hkv, P, D] blocks of the geometry's dtype."""
         return block_layout_id(geometry)
 
+    def block_alignment(self, geometry: AttentionGeometry) -> int:
+        """The size of one number: wider loads are unaligned ones."""
+        return geometry.dtype.itemsize
+
     def pool_shape(self, geometry: AttentionGeometry, num_blocks: int) -> tuple[int, ...]:
         """[B, 2, Hkv, P, D]."""
         return (num_blocks, *block_shape(geometry))

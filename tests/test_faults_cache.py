@@ -6,12 +6,13 @@ Each test is named after the kind's number (docs/faults.md) and fails when the g
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from statewise.radix import Namespace, TokenKey, Written
+from statewise.radix import GroupEnv, Namespace, TokenKey, Written
 from statewise.radix.schema import CacheSchema, GroupKind
 from statewise.radix.stamp import Stamp, StampTable
 from statewise.radix.tree import RadixTree
@@ -351,3 +352,28 @@ def test_f35_another_adapter_is_another_namespace() -> None:
     driver.serve("a", prompt, 1)
     other = driver.cache.tree.match(Namespace("", "adapter"), TokenKey(prompt))
     assert other.logical_pages == 0
+
+
+def test_f35_a_backend_that_cannot_read_the_blocks_is_refused_before_any_hit() -> None:
+    driver = driver_of("FWF")
+    validity, groups = driver.cache.validity, driver.schema.groups
+    good = [
+        GroupEnv(layout_id=spec.layout_id, base_addresses=(4096,), block_stride=64, alignment=16)
+        for spec in groups
+    ]
+    validity.place(good)
+    prompt = tokens(42, 16)
+    driver.serve("a", prompt, 1)
+    assert driver.serve("b", prompt, 1).report.reused > 0
+    for changes, said in (
+        ({"layout_id": "other"}, "group 'window': the backend declares 'other'"),
+        ({"base_addresses": (4096, 4104)}, "group 'window': its blocks are not aligned"),
+        ({"block_stride": 72}, "group 'window': its blocks are not aligned"),
+        ({"operators": frozenset({"gather"})}, "group 'window': the backend lacks window"),
+    ):
+        places = list(good)
+        g = driver.schema.index_of("window")
+        places[g] = replace(good[g], **changes)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=said):
+            validity.place(places)
+    validity.place(good)

@@ -3,6 +3,7 @@
     verdicts   what failed along a match; changes nothing
     discard    what failed is never found again: pages dropped, single layers marked
     expect     new weights or another layout: old state is unusable from now on
+    place      where the blocks lie and what the backend in use needs of them
 
 An audited check also compares bytes with the checksums taken at publication, on a share of pages.
 
@@ -12,6 +13,7 @@ This module does not plan, and does not know requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,16 +57,39 @@ class Validity:
         self.recalls = Recalls(blocks.pools)
         self.audit_rate = audit_rate if blocks.sums.digest is not None else 0.0
         self.stamps: tuple[int, ...] = ()
+        self._groups = tuple(GroupEnv(generations=pool.generations) for pool in blocks.pools)
         self.expect(schema, 0)
 
     def expect(self, schema: CacheSchema, weights_epoch: int) -> None:
         """From now on only state of this fingerprint, layout and epoch is valid. No scan."""
         self.stamps = self._table.of_schema(schema, weights_epoch)
         self._tree.expect(self.stamps)
-        groups = tuple(GroupEnv(generations=pool.generations) for pool in self._blocks.pools)
-        what = (self._schema, self.stamps, self._table, groups)
+        self._compare_with_now()
+
+    def _compare_with_now(self) -> None:
+        what = (self._schema, self.stamps, self._table, self._groups)
         self._env = ValidationEnv(*what)
         self._audit_env = ValidationEnv(*what, self.audit_rate, self._blocks.sums.digest)
+
+    def place(self, device: Sequence[GroupEnv]) -> None:
+        """Check hits against these layouts and addresses from now on.
+
+        Raises ValueError where the backend could not read a single block of a group.
+        """
+        pools = self._blocks.pools
+        groups = [
+            replace(env, generations=pool.generations)
+            for env, pool in zip(device, pools, strict=True)
+        ]
+        self._groups = tuple(groups)
+        self._compare_with_now()
+        for spec, static, aligned in zip(
+            self._schema.groups, self._env.static, self._env.aligned, strict=True
+        ):
+            if static is not None:
+                raise ValueError(f"group {spec.name!r}: {static[1]}")
+            if not aligned:
+                raise ValueError(f"group {spec.name!r}: its blocks are not aligned for the backend")
 
     def verdicts(
         self, match: Match, position: int, *, audit: bool = False

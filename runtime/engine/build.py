@@ -98,6 +98,7 @@ class BuiltRuntime:
             clock=clock,
             grammar=self.grammar,
         )
+        core.use_device(self.worker.store.environments())
         if self.slower is not None:
             core.use_tiers(self.slower.open(clock), self.slower.shapes)
         if self.args.calibrate:

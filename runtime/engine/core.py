@@ -12,13 +12,13 @@ This module does not turn text into tokens or tokens into text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix import checkpoint_policy
+from statewise.radix import GroupEnv, checkpoint_policy
 from statewise.radix.cost import CostModel
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.prefix_cache import PrefixCache
@@ -150,6 +150,13 @@ class EngineCore:
         self.is_stalled = False  # the last step had nothing to run and nothing to say
         self.weights_epoch = 0
         self.weight_version = args.weight_version
+
+    def use_device(self, places: Sequence[GroupEnv]) -> None:
+        """Validate hits against the device's addresses and the layouts that its kernels read.
+
+        One place for each group; ValueError where the kernels could not read a group's blocks.
+        """
+        self.cache.validity.place(places)
 
     def use_tiers(self, tiers: Tiers, shapes_of: ShapesOf) -> None:
         """Keep cached state in slower tiers too, from before the first request on.

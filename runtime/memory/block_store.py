@@ -29,6 +29,8 @@ from statewise.kernels.interface import (
     GroupGeometry,
     StateGeometry,
 )
+from statewise.kernels.layout import entry_layout_id, state_layout_id
+from statewise.radix import GroupEnv
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 
 HUGE_PAGE = 2 << 20
@@ -74,6 +76,17 @@ def _block_shape(
             return (num_blocks, geometry.num_values)
 
 
+def _reading(geometry: GroupGeometry, backend: AttentionBackend) -> tuple[str, int]:
+    """(layout that the kernels in use read, bytes that a block's address must divide by)."""
+    match geometry:
+        case AttentionGeometry():
+            return backend.layout_id(geometry), backend.block_alignment(geometry)
+        case EntryGeometry():
+            return entry_layout_id(geometry), geometry.dtype.itemsize
+        case StateGeometry():
+            return state_layout_id(geometry), geometry.dtype.itemsize
+
+
 class DeviceStore:
     """All device pools of one model under one attention backend.
 
@@ -91,6 +104,7 @@ class DeviceStore:
     ) -> None:
         self.schema = schema
         self.poison = poison
+        self._backend = backend
         self._mappings: list[mmap.mmap] = []
         pools = []
         for spec, count in zip(schema.groups, num_blocks, strict=True):
@@ -129,6 +143,21 @@ class DeviceStore:
         if owner not in pool.spec.layers:
             raise KeyError(f"layer {layer} has no state in group {pool.spec.name!r}")
         return pool.layers[pool.spec.layers.index(owner)]
+
+    def environments(self) -> tuple[GroupEnv, ...]:
+        """Where each group's blocks lie now, and what the backend in use requires of them."""
+        return tuple(self._environment(pool) for pool in self.groups)
+
+    def _environment(self, pool: GroupPool) -> GroupEnv:
+        layout_id, alignment = _reading(pool.geometry, self._backend)
+        strides = {t.stride(0) * t.element_size() for t in pool.layers}
+        assert len(strides) == 1, "layers of a group have blocks of one size"
+        return GroupEnv(
+            layout_id=layout_id,
+            base_addresses=tuple(t.data_ptr() for t in pool.layers),
+            block_stride=strides.pop(),
+            alignment=alignment,
+        )
 
     def copy_blocks(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks within one group, all layers; sources are read before any write."""

@@ -104,3 +104,13 @@ def test_moved_bytes_change_the_digest():
     layer[2] = layer[0].roll(1, dims=1)
     digests = s.digests(1, np.arange(3, dtype=np.int32))
     assert len(np.unique(digests)) == 3
+
+
+def test_environments_say_where_blocks_lie_and_what_the_backend_reads():
+    s = store(torch.bfloat16)
+    window, full = s.environments()
+    assert window.layout_id == "hnd-bf16-h2-p4-d8-v1"
+    assert window.base_addresses == tuple(t.data_ptr() for t in s.groups[0].layers)
+    assert len(full.base_addresses) == 1
+    assert window.block_stride == full.block_stride == 2 * 2 * 4 * 8 * 2
+    assert window.alignment == 2
