@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statewise.radix.schema import CacheSchema, StateGroupSpec
 from statewise.runtime.errors import OperatingError
 
-WINDOW_SHARE = 0.5  # retained window tokens for each history token
+WINDOW_SHARE = 0.25  # retained window tokens for each history token (docs/replay.md)
 SNAPSHOT_SPACING = 1024  # history tokens for each retained snapshot
 SNAPSHOTS_PER_REQUEST = 2  # the working one and the next checkpoint
 MAX_BLOCKS = (1 << 31) - 1  # block ids are int32
