@@ -151,9 +151,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f12 a failed row is kept",
         CORE,
-        'code="worker_error", http_status=500\n            )\n'
+        "code=code, http_status=status)\n"
         "            self._finish(request, reason, keep_state=False)\n            return",
-        'code="worker_error", http_status=500\n            )\n'
+        "code=code, http_status=status)\n"
         "            self.scheduler.advance(request, row)\n"
         "            self._finish(request, reason, keep_state=True)\n            return",
         (f"{CACHE}::test_f12_state_of_a_step_that_failed_is_never_found",),
