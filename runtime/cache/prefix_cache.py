@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from statewise.radix import (
     Cause,
+    Freed,
     Match,
     Namespace,
     RadixTree,
@@ -514,9 +515,14 @@ class PrefixCache:
         """
         if self.tiering is not None:
             self.tiering.clear()
+        freed = self.free_all()
+        return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
+
+    def free_all(self) -> Freed:
+        """Evict everything that no lease protects from the device; slower tiers keep theirs."""
         freed = self.tree.flush()
         self._blocks.take_back(freed, "flush")
-        return {group.name: freed.num(g) for g, group in enumerate(self.schema.groups)}
+        return freed
 
     def pool_stats(self) -> dict[str, dict[str, int]]:
         """Blocks by place, per group."""

@@ -39,7 +39,7 @@ def settle(core: EngineCore) -> None:
 
 def forget_device(core: EngineCore) -> None:
     """Evict whatever no lease protects; slower tiers keep what they have."""
-    core.cache._blocks.take_back(core.cache.tree.flush(), "flush")
+    core.cache.free_all()
 
 
 def tier_scenario(case: Case, seed: int, directory: Path) -> dict[str, int]:

@@ -1,0 +1,186 @@
+"""Slower tiers through the serving engine: time to the first token, and what decoding pays.
+
+    ttft       one prompt of each length: cold, from disk, from host memory, from the device; beside
+               the planner's estimates of computing and of loading it
+    restore    time between two tokens of a request that decodes while a long prefix is loaded
+    writing    decoding steps while state is copied out, beside the same steps with nothing to copy
+
+One engine, no server: everything but HTTP and processes. Greedy, so that all four ways must give
+the same first token; a difference ends the run.
+
+    usage: python benchmarks/tier_serving.py [--model NAME] [--lengths 512,2048,8192] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from statewise.radix.segment import Tier
+from statewise.runtime.clock import SystemClock
+from statewise.runtime.config import checked
+from statewise.runtime.engine.build import build_runtime
+from statewise.runtime.engine.core import EngineCore
+from statewise.runtime.messages import TokenizedRequest, pack_ids
+from statewise.runtime.sampling_params import SamplingParams
+
+STEPS = 60  # tokens of a decoding request
+
+
+class Bench:
+    """One engine with a host tier and a disk tier."""
+
+    def __init__(self, model: str, directory: Path, longest: int) -> None:
+        settings = {
+            "model_path": model, "skip_tokenizer_init": True, "host_cache_gb": 2.0,
+            "disk_cache_dir": str(directory), "disk_cache_gb": 4.0,
+            "max_total_tokens": 3 * longest + 4096,
+        }  # fmt: skip
+        built = build_runtime(checked(settings))
+        self.clock = SystemClock()
+        self.core: EngineCore = built.core(self.clock)
+        self.rng = np.random.default_rng(0)
+        self.vocab = min(built.model.vocab_size, 30000)
+        self._num = 0
+
+    def prompt(self, length: int) -> list[int]:
+        """Random tokens: nothing of them is cached."""
+        found: list[int] = self.rng.integers(5, self.vocab, length).tolist()
+        return found
+
+    def add(self, prompt: list[int], max_new: int) -> str:
+        """Queue a greedy request."""
+        self._num += 1
+        params = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True)
+        self.core.add_request(TokenizedRequest(f"r{self._num}", pack_ids(prompt), params))
+        return f"r{self._num}"
+
+    def first(self, prompt: list[int]) -> dict[str, Any]:
+        """Run a request of one token: seconds, token, how it was served."""
+        began = time.perf_counter()
+        self.add(prompt, 1)
+        while self.core.has_work():
+            for delta in self.core.step():
+                if delta.finish is not None:
+                    assert delta.report is not None
+                    return {
+                        "seconds": time.perf_counter() - began,
+                        "token": delta.token_ids[0],
+                        "level": delta.report.level,
+                        "loaded_from": delta.report.loaded_from,
+                    }
+        raise AssertionError("it never ended")
+
+    def settle(self) -> None:
+        """Let all copies end."""
+        tiering = self.core.cache.tiering
+        assert tiering is not None
+        while True:
+            self.core.idle()
+            if not tiering.is_busy:
+                return
+            tiering.tiers.engine.drain(10.0)
+
+    def forget(self, *tiers: Tier) -> None:
+        """Evict from the device, and from the tiers named."""
+        cache = self.core.cache
+        assert cache.tiering is not None
+        cache.free_all()
+        for tier in tiers:
+            store = cache.tiering.tiers.stores[tier]
+            store.free(store.all_handles())
+
+    def ttft(self, length: int) -> dict[str, Any]:
+        """Cold, disk, host, device."""
+        prompt = self.prompt(length)
+        cost = self.core.cache.cost.model
+        out: dict[str, Any] = {"tokens": length, "computing_s": cost.prefill_s(0, length)}
+        out["cold"] = self.first(prompt)
+        self.settle()
+        self.forget(Tier.HOST)
+        self._estimate(out, prompt)
+        out["disk"] = self.first(prompt)
+        self.settle()
+        self.forget()
+        out["host"] = self.first(prompt)
+        out["device"] = self.first(prompt)
+        tokens = {out[way]["token"] for way in ("cold", "disk", "host", "device")}
+        assert len(tokens) == 1, f"first tokens differ: {out}"
+        return out
+
+    def _estimate(self, out: dict[str, Any], prompt: list[int]) -> None:
+        """What the planner thinks of loading it from disk."""
+        from statewise.runtime.messages import CacheOptions
+
+        ids = np.array(prompt, dtype=np.int32)
+        lookup = self.core.cache.lookup(CacheOptions(), ids, len(ids) - 1)
+        out["planner_loads"] = lookup.offer is not None
+        if lookup.offer is not None:
+            out["loading_s"] = lookup.offer.plan.recovery_s
+
+    def gaps(self, during: list[int] | None, max_new: int) -> dict[str, float]:
+        """Seconds between tokens of one decoding request, another arriving after a few."""
+        rid = self.add(self.prompt(64), STEPS)
+        times: list[float] = []
+        while self.core.has_work():
+            for delta in self.core.step():
+                if delta.rid == rid and delta.token_ids:
+                    times.append(time.perf_counter())
+            if during is not None and len(times) == 10:
+                self.add(during, max_new)
+                during = None
+        gaps = np.diff(times)[12:]
+        return {
+            "median_ms": 1e3 * float(np.median(gaps)),
+            "p95_ms": 1e3 * float(np.quantile(gaps, 0.95)),
+            "worst_ms": 1e3 * float(gaps.max()),
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", default="gemma3-270m")
+    parser.add_argument("--lengths", default="512,2048,8192")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args()
+    lengths = [int(word) for word in args.lengths.split(",")]
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        bench = Bench(args.model, Path(folder) / "cache", max(lengths))
+        bench.gaps(None, 0)  # warm up
+        report: dict[str, Any] = {
+            "model": args.model, "load_average": os.getloadavg(), "cores": os.cpu_count(),
+            "alone": [bench.gaps(None, 0) for _ in range(3)], "ttft": [],
+        }  # fmt: skip
+        for length in lengths:
+            one = bench.ttft(length)
+            print(json.dumps(one))
+            report["ttft"].append(one)
+        long = bench.prompt(max(lengths))
+        bench.first(long)
+        report["writing"] = bench.gaps(None, 0)  # the copies of `long` run beside it
+        bench.settle()
+        bench.forget(Tier.HOST)
+        report["restoring"] = bench.gaps(long, 1)
+        report["alone"] += [bench.gaps(None, 0) for _ in range(3)]
+        alone = [gaps["median_ms"] for gaps in report["alone"]]
+        report["alone_median_ms"] = statistics.median(alone)
+        report["tiers"] = bench.core.stats()["tiers"]
+        report["cost"] = bench.core.stats()["cost_model"]["tiers"]
+        bench.core.close()
+    print(json.dumps({k: v for k, v in report.items() if k != "ttft"}, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
