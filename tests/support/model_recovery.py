@@ -65,7 +65,7 @@ class Scene:
         chunk = self.core.args.chunked_prefill_size
         self.core.use_cost(CostModel.uniform(self.schema.num_layers, 1000.0, chunk=chunk))
         # What steps take is not learned from: a fast machine would choose other plans.
-        self.core._learn_cost = lambda _batch, _seconds: None  # type: ignore[method-assign]
+        self.core._learn_cost = lambda batch, seconds: None  # type: ignore[method-assign]
         self._rows: list[BatchRow] = []
         execute = self.worker.execute
 

@@ -159,8 +159,9 @@ def scenario(case: Case, seed: int, *, bounded_replay: int = 0) -> Outcome:
 
     def step() -> None:
         collect(core.step(), out, done)
-        open_requests = [r for r in core.scheduler.running if r.sequence is not None]
-        approximate.update(r.rid for r in open_requests if r.sequence.is_private)
+        for request in core.scheduler.running:
+            if request.sequence is not None and request.sequence.is_private:
+                approximate.add(request.rid)
 
     for i in range(8 if grows else rng.randrange(3, 9)):
         stem = rng.choice(stems)
