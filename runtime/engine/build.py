@@ -87,7 +87,7 @@ class BuiltRuntime:
     def core(self, clock: Clock) -> EngineCore:
         """Make an engine core over these parts; one core for one `BuiltRuntime`.
 
-        Measures what a forward costs first (about a second), unless the settings say not to.
+        Measures what a forward costs first (about two seconds), unless the settings say not to.
         """
         core = EngineCore(
             self.args,

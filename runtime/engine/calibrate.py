@@ -1,8 +1,8 @@
 """Measures what a forward costs here, before the first request: the cost model's first figures.
 
     by batch     full-depth forwards of 1, 16, 64 ... tokens, until the time is up
-    by depth     one batch size at a quarter, half and three quarters of the layers
     by context   the same tokens behind a long context: seconds per (token, context token)
+    by depth     one batch size at a quarter, half and three quarters of the layers
 
 What there was no time for is filled in from the nearest figure; serving refines all of it. Depth
 matters because a partial rebuild runs only as deep as the damage.
@@ -23,7 +23,8 @@ from statewise.runtime.scheduler.batch import Worker
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 BATCHES = (1, 16, 64, 256, 512, 1024, 2048)
 CONTEXT = 2048  # tokens
-BUDGET_S = 1.0
+FEWEST = 64  # tokens of a step behind a context that tell what a pair costs
+BUDGET_S = 2.0
 LONGEST_SHARE = 0.5  # of the time that is left, for one measurement
 INITIAL_TOKENS_PER_S = 1000.0  # where nothing was measured
 SMALLEST_S = 1e-7
@@ -48,8 +49,8 @@ def calibrate(
     by_batch = _by_batch(watch, batches)
     if not by_batch:
         return guess(schema.num_layers, chunk)
-    shares = _by_depth(watch, schema.num_layers, by_batch)
     pair_s = _pair_seconds(watch, by_batch)
+    shares = _by_depth(watch, schema.num_layers, by_batch)
     alone = {size: _without_pairs(size, s, pair_s) for size, s in by_batch.items()}
     rates = tuple(
         tuple(size / (seconds * share) for size, seconds in alone.items()) for share in shares
@@ -82,10 +83,10 @@ class _Stopwatch:
         """Whether something that takes `expected_s` may be measured."""
         return expected_s <= self.left_s * LONGEST_SHARE
 
-    def seconds(self, start: int, count: int, num_layers: int = 0) -> float:
-        """Time of one trial: the better of two, if there is time for a second."""
+    def seconds(self, start: int, count: int, num_layers: int = 0, *, twice: bool = False) -> float:
+        """Time of one trial: the better of two, if there is time for a second or it must be."""
         best = self._once(start, count, num_layers)
-        if self.allows(best):
+        if twice or self.allows(best):
             best = min(best, self._once(start, count, num_layers))
         return max(best, SMALLEST_S)
 
@@ -132,15 +133,22 @@ def _by_depth(watch: _Stopwatch, num_layers: int, by_batch: dict[int, float]) ->
 
 
 def _pair_seconds(watch: _Stopwatch, by_batch: dict[int, float]) -> float:
-    """Seconds per token and context token at full depth, from a batch behind a long context."""
-    sizes = [s for s, seconds in by_batch.items() if 1 < s <= 256 and watch.allows(2 * seconds)]
+    """Seconds per token and context token at full depth, from a batch behind a long context.
+
+    Twice in any case: the first run touches memory that nothing has touched before, and what it
+    takes would count for every pair of a long prompt. Few tokens are not asked: the difference
+    between two short steps is mostly noise.
+    """
+    sizes = [
+        s for s, seconds in by_batch.items() if FEWEST <= s <= 256 and watch.allows(2 * seconds)
+    ]
     if not sizes:
         return 0.0
     size = sizes[-1]
     context = min(CONTEXT, watch.room - size)
     if context < 4 * size:
         return 0.0
-    more = watch.seconds(context, size) - by_batch[size]
+    more = watch.seconds(context, size, twice=True) - by_batch[size]
     return max(more, 0.0) / (size * context)
 
 
