@@ -63,6 +63,7 @@ class Tiering:
         self._tree = tree
         self._schema = tree.schema
         self._blocks = blocks
+        self._clock = clock
         self.mirror = Mirror(blocks.pools)
         self.stored = StoredState(tree.schema, tiers)
         parts = (tree, blocks.pools, tiers, self.stored, self.mirror)
@@ -215,8 +216,11 @@ class Tiering:
         ]
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Copy out what is queued, for at most `drain_s` seconds, and stop. Idempotent."""
+        """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent."""
         self.promotions.abandon_all()
-        while drain_s and self.demotion.is_busy and self.tiers.engine.drain(drain_s):
+        ends_s = self._clock.monotonic() + drain_s
+        left_s = drain_s
+        while left_s > 0 and self.demotion.is_busy and self.tiers.engine.drain(left_s):
             self.poll()
-        self.tiers.close(drain_s)
+            left_s = ends_s - self._clock.monotonic()
+        self.tiers.close(max(left_s, 0.0))

@@ -321,9 +321,17 @@ class EngineCore:
         limit = self.args.patrol_blocks
         return (limit > 0 and self.cache.patrol.step(limit) > 0) or copies
 
-    def abandon(self, drain_s: float = 0.0) -> None:
-        """The process ends, maybe amid a step: let copies that are queued end, close the tiers."""
-        if self.cache.tiering is not None:
+    def abandon(self, drain_s: float = 0.0, *, between_steps: bool = False) -> None:
+        """The process ends, with requests open or not: let copies that are queued end.
+
+        Between two steps, what is due to be copied is copied as well; amid one, nothing else is
+        touched.
+        """
+        if self.cache.tiering is None:
+            return
+        if between_steps:
+            self.cache.tiering.close(drain_s)
+        else:
             self.cache.tiering.tiers.close(drain_s, deliver=False)
 
     def close(self, drain_s: float = 0.0) -> None:

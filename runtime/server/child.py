@@ -14,7 +14,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -103,8 +104,35 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
+class Leaving:
+    """What SIGTERM does: SystemExit at once, or at the end of the block that holds it off.
+
+    A handler rather than a signal mask, since a signal may reach any thread of the process.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._is_due = False
+
+    def __call__(self, _signum: int, _frame: FrameType | None) -> None:
+        """Handle the signal."""
+        self._is_due = True
+        if not self._is_held:
+            raise SystemExit(0)
+
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Let a short block end first. Not nested."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._is_due:
+            raise SystemExit(0)
+
+
+LEAVING = Leaving()  # a process has one
 
 
 def read_spec(path: Path) -> ChildSpec:
@@ -123,7 +151,7 @@ def run_child(argv: Sequence[str], start: Callable[[Child], Callable[[], None]])
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, LEAVING)
     spec = read_spec(Path(argv[0]))
     logs.set_up(spec.process, spec.args.log_level)
     if os.getppid() != spec.parent_pid:

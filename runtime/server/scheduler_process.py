@@ -37,7 +37,7 @@ from statewise.runtime.messages import (
     TokenizedRequest,
 )
 from statewise.runtime.server import links
-from statewise.runtime.server.child import IDLE_POLL_MS, Child, child_main
+from statewise.runtime.server.child import IDLE_POLL_MS, LEAVING, Child, child_main
 
 MAX_EARLY_ABORTS = 65536
 STALLED_POLL_MS = 1
@@ -100,8 +100,8 @@ class Engine(Protocol):
         """Go on with other weights of the same architecture."""
         ...
 
-    def abandon(self, drain_s: float) -> None:
-        """The process ends, maybe amid a step: let copies to slower tiers end."""
+    def abandon(self, drain_s: float, *, between_steps: bool) -> None:
+        """The process ends: let copies to slower tiers end; between steps, begin what is due."""
         ...
 
 
@@ -134,6 +134,7 @@ class SchedulerLoop:
         self._open: set[str] = set()
         self._early_aborts: OrderedDict[str, str] = OrderedDict()
         self._poll_ms = IDLE_POLL_MS
+        self._is_between_steps = True
 
     def run(self) -> None:
         """Run until the process is told to end."""
@@ -141,22 +142,29 @@ class SchedulerLoop:
             while True:
                 self.turn()
         except SystemExit:
-            self._engine.abandon(DRAIN_S)
+            self._engine.abandon(DRAIN_S, between_steps=self._is_between_steps)
             raise
 
     def turn(self) -> None:
         """Take what has arrived, run one step, send what came of it, show life."""
-        for message in self._child.receive(self._poll_ms):
+        messages = self._child.receive(self._poll_ms)
+        self._is_between_steps = False
+        for message in messages:
             self._take(message)
         self._poll_ms = IDLE_POLL_MS
         if self._engine.has_work():
-            self._deliver(self._engine.step())
+            deltas = self._engine.step()
+            self._is_between_steps = True
+            self._deliver(deltas)
             # What is open may wait for a grammar: do not spin on it.
             self._poll_ms = STALLED_POLL_MS if self._engine.is_stalled else 0
             if not self._engine.has_work():
                 self._poll_ms = IDLE_POLL_MS
-        elif self._engine.idle():
-            self._poll_ms = BACKGROUND_POLL_MS
+        else:
+            with LEAVING.held_off():
+                if self._engine.idle():
+                    self._poll_ms = BACKGROUND_POLL_MS
+                self._is_between_steps = True
         self._child.beat(self._engine.stats)
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:

@@ -63,6 +63,23 @@ def test_a_restart_finds_the_disk(arch: str, root: str, tmp_path: Path) -> None:
     second.close()
 
 
+def test_an_end_between_steps_copies_what_is_due_first(root: str, tmp_path: Path) -> None:
+    """A server that is stopped right after an answer: that prompt's state is on disk as well."""
+    one = case("gemma3", root)
+    expected = one.expected(PROMPT, 6)
+    loaded = []
+    for number, between_steps in enumerate((False, True)):
+        directory = tmp_path / str(number)
+        first = tiered_core(one, directory=directory, max_total_tokens=480)
+        assert run(first, {"a": (PROMPT, 6)})["a"] == expected
+        first.abandon(5.0, between_steps=between_steps)
+        second = tiered_core(one, directory=directory, max_total_tokens=480)
+        assert run(second, {"a": (PROMPT, 6)})["a"] == expected
+        loaded.append(second.counters.loaded_tokens)
+        second.close()
+    assert loaded == [0, 96]
+
+
 def test_other_weights_find_nothing_and_the_old_ones_everything(root: str, tmp_path: Path) -> None:
     """An update renames all state: neither device, host nor disk answers for the old weights."""
     one, other = case("gemma3", root), Case("gemma3", tmp_path / "other", seed=7)

@@ -97,7 +97,7 @@ class EchoEngine:
         """Nothing to do in the background."""
         return False
 
-    def abandon(self, drain_s: float) -> None:
+    def abandon(self, drain_s: float, *, between_steps: bool) -> None:
         """Nothing to be saved."""
 
     def step(self) -> list[TokenDelta]:

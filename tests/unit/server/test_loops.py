@@ -25,7 +25,8 @@ from statewise.runtime.messages import (
     unpack_ids,
 )
 from statewise.runtime.sampling_params import SamplingParams
-from statewise.runtime.server.child import Child
+from statewise.runtime.server import scheduler_process
+from statewise.runtime.server.child import Child, Leaving
 from statewise.runtime.server.detokenizer_process import DetokenizerLoop
 from statewise.runtime.server.scheduler_process import STALLED_POLL_MS, SchedulerLoop
 from statewise.runtime.server.tokenizer_process import TokenizerLoop
@@ -95,6 +96,49 @@ def test_scheduler_waits_a_little_where_open_work_is_stalled(child: FakeChild) -
     loop.turn()
     loop.turn()
     assert child.timeouts[1:] == [0, STALLED_POLL_MS]
+
+
+@pytest.mark.parametrize("where", ["receive", "step", "send"])
+def test_scheduler_told_to_end_says_whether_a_step_was_under_way(
+    child: FakeChild, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    engine = EchoEngine()
+    told: list[bool] = []
+
+    def end(*_args: object) -> list[AnyMessage]:
+        raise SystemExit(0)
+
+    def abandon(_drain_s: float, *, between_steps: bool) -> None:
+        told.append(between_steps)
+
+    child.arriving = [tokenized("a", max_new_tokens=9)]
+    monkeypatch.setattr(engine if where == "step" else child, where, end)
+    monkeypatch.setattr(engine, "abandon", abandon)
+    with pytest.raises(SystemExit):
+        SchedulerLoop(cast(Child, child), engine).run()
+    assert told == [where != "step"]
+
+
+def test_scheduler_told_to_end_in_an_idle_moment_finishes_it_first(
+    child: FakeChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, leaving = EchoEngine(), Leaving()
+    events: list[object] = []
+
+    def idle() -> bool:
+        leaving(15, None)
+        events.append("idle ended")
+        return False
+
+    def abandon(_drain_s: float, *, between_steps: bool) -> None:
+        events.append(between_steps)
+
+    monkeypatch.setattr(scheduler_process, "LEAVING", leaving)
+    monkeypatch.setattr(engine, "idle", idle)
+    monkeypatch.setattr(engine, "abandon", abandon)
+    with pytest.raises(SystemExit):
+        SchedulerLoop(cast(Child, child), engine).run()
+    assert events == ["idle ended", True]
 
 
 def test_scheduler_an_abort_that_outran_its_request_still_ends_it(child: FakeChild) -> None:
