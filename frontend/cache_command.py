@@ -108,7 +108,9 @@ def _import(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="statewise cache", description="Look after a disk cache (docs/tiers.md)."
+        prog="statewise cache",
+        description="Look after a disk cache (docs/tiers.md).",
+        epilog="`statewise cache dump URL` shows what a running server has cached.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -213,10 +213,10 @@ def import_pages(
 ) -> ImportReport:
     """Take the whole pages of an exported file into a cache; the directory may be new.
 
-    Raises TierError for a file that is no export, or where a server has the directory.
+    Raises TierError for a file that is no export, and where the directory cannot be made or a
+    server has it. A directory is made only for a file that is an export.
     """
     files = Files()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     extents = _SingleFile(source, files)
     try:
         extent = extents.adopt(EXPORT_NUMBER, source)
@@ -225,6 +225,7 @@ def import_pages(
     report = ImportReport()
     batch: list[tuple[Header, Bytes]] = []
     try:
+        _make_directory(directory)
         with opened(directory, clock) as disk:
             for header in extents.scan(extent):
                 progress(header.offset, extent.size_bytes)
@@ -244,6 +245,13 @@ def import_pages(
     finally:
         extents.close()
     return report
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierError(f"cache directory {directory}: {error}") from error
 
 
 def _body_of(extents: Extents, extent: Extent, header: Header) -> Bytes | None:

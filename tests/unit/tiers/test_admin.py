@@ -97,11 +97,14 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").write_text("text")
+    exported = tmp_path / "exported"
+    assert main(["cache", "export", str(cache), str(exported)]) == 0
     for words, why in [
         (["ls", str(tmp_path / "nowhere")], "holds no disk cache"),
         (["verify", str(tmp_path / "empty")], "holds no disk cache"),
         (["export", str(cache), str(tmp_path / "other")], "exists"),
         (["import", str(tmp_path / "new"), str(tmp_path / "other")], "no exported cache"),
+        (["import", str(tmp_path / "other"), str(exported)], "cache directory"),
     ]:
         assert main(["cache", *words]) == 2
         assert why in capsys.readouterr().err
