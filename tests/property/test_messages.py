@@ -38,6 +38,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         if len(args) == 2 and args[1] is ...:
             return st.lists(values(args[0]), max_size=3).map(tuple)
         return st.tuples(*(values(a) for a in args))
+    if origin is dict:
+        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     if args:  # a union
         return st.one_of(*(values(a) for a in args))
     simple: dict[Any, st.SearchStrategy[Any]] = {
