@@ -13,6 +13,7 @@ process has it. Exit status 0: done; 1: damage was found; 2: it could not be don
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,13 @@ def _import(args: argparse.Namespace) -> int:
     return 1 if report.num_damaged else 0
 
 
+def _hours(text: str) -> float:
+    hours = float(text)
+    if not 0.0 <= hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of hours")
+    return hours
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="statewise cache",
@@ -126,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", _verify, "Read and check every page; drop what is damaged.")
     collect = command("gc", _gc, "Drop old pages and give unused room back.")
     collect.add_argument(
-        "--ttl-hours", type=float, default=0.0, help="drop pages older than this (default: none)"
+        "--ttl-hours", type=_hours, default=0.0, help="drop pages older than this (default: none)"
     )
     export = command("export", _export, "Copy all pages into one file.")
     export.add_argument("file", type=Path, help="the file to make")

@@ -126,6 +126,17 @@ def _summary(command: Callable[[Sequence[str]], int]) -> str:
     return (command.__doc__ or "").splitlines()[0]
 
 
+def _run(name: str, words: Sequence[str]) -> int:
+    """One command; a file that cannot be made or read is said in a line, except by a server."""
+    if name == "serve":
+        return serve(words)
+    try:
+        return COMMANDS[name](words)
+    except OSError as error:
+        print(f"statewise {name}: {error}", file=sys.stderr)
+        return 2
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -135,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = words
     name = "version" if name == "--version" else name
     if name in COMMANDS:
-        return COMMANDS[name](rest)
+        return _run(name, rest)
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     print(f"statewise: unknown command {name!r}{hint}\n\n{usage()}", file=sys.stderr)

@@ -363,8 +363,7 @@ def open_tiers(
     try:
         if settings.host_bytes:
             split = weights or [float(shape.row_bytes) for shape in shapes]
-            slots = slots_within(shapes, split, settings.host_bytes)
-            stores.append(HostTier(shapes, slots, pin))
+            stores.append(_open_host(shapes, split, settings.host_bytes, pin))
         if settings.disk_directory:
             stores.append(_open_disk(shapes, settings, clock, keys))
         if settings.remote_url:
@@ -376,6 +375,21 @@ def open_tiers(
         raise
     copier = Copier(shapes, blocks, clock, secret, settings.engine.step_bytes)
     return Tiers(stores, copier, TransferEngine(settings.engine, clock, notify), secret)
+
+
+def _open_host(
+    shapes: Sequence[GroupShape],
+    split: Sequence[float],
+    size_bytes: int,
+    pin: Callable[[Bytes], None] | None,
+) -> HostTier:
+    slots = slots_within(shapes, split, size_bytes)
+    try:
+        return HostTier(shapes, slots, pin)
+    except (OSError, MemoryError) as error:
+        raise TierError(
+            f"host cache: no {size_bytes:,} bytes of memory ({error}); lower --host-cache-gb"
+        ) from error
 
 
 def _open_disk(

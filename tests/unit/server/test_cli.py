@@ -28,6 +28,17 @@ def test_a_mistyped_command_is_told_the_nearest(capsys: pytest.CaptureFixture[st
     assert "did you mean serve?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["make-tiny-model", "llama", "DIR"], ["rpc-keys", "DIR", "a"]])
+def test_a_directory_that_cannot_be_made_is_said_in_a_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "file") if word == "DIR" else word for word in words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"statewise {words[0]}: ")
+    assert error.count("\n") == 1
+
+
 def test_serve_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve"])

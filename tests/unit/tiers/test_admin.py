@@ -92,6 +92,12 @@ def test_damaged_pages_are_not_imported(
     assert "7 pages are new, 0 were known, 1 damaged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("hours", ["-1", "nan", "inf", "x"])
+def test_gc_refuses_hours_that_are_none(cache: Path, hours: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["cache", "gc", str(cache), "--ttl-hours", hours])
+
+
 def test_what_cannot_be_done_is_said(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

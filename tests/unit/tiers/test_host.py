@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
+from statewise.runtime.clock import SystemClock
+from statewise.runtime.tiers import tiers
 from statewise.runtime.tiers.buffers import Arena, stacked
 from statewise.runtime.tiers.host import HostTier, slots_within
 from statewise.runtime.tiers.store import NO_HANDLE, Outcome, TierError
@@ -145,6 +149,16 @@ def test_the_budget_is_split_by_weight_and_holds() -> None:
     assert 2.8 < used[0] / used[1] < 3.2
     with pytest.raises(TierError, match="raise --host-cache-gb"):
         slots_within(SHAPES, [1.0, 1.0], 4000)
+
+
+def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> HostTier:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(tiers, "HostTier", refuse)
+    settings = tiers.TierSettings(host_bytes=1 << 20)
+    with pytest.raises(TierError, match="lower --host-cache-gb"):
+        tiers.open_tiers(SHAPES, cast(tiers.BlockIO, None), settings, SystemClock())
 
 
 def test_closing_forgets_everything() -> None:
