@@ -170,7 +170,11 @@ class PrefixCache:
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
         terminal = self.has_snapshots and granularity == 1
         position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
-        verdicts, passed = self.validity.verdicts(match, position, audit=audit and self.audits)
+        audit = audit and self.audits
+        verdicts, passed = self.validity.verdicts(match, position, audit=audit)
+        if passed and position % granularity:
+            # A resume further back relies on other pages: windows that end there.
+            verdicts, _ = self.validity.verdicts(match, None, audit=audit)
         budget = Budget(
             len(tokens),
             granularity,

@@ -92,9 +92,9 @@ class Validity:
                 raise ValueError(f"group {spec.name!r}: its blocks are not aligned for the backend")
 
     def verdicts(
-        self, match: Match, position: int, *, audit: bool = False
+        self, match: Match, position: int | None, *, audit: bool = False
     ) -> tuple[tuple[Verdict, ...], bool]:
-        """(verdicts, whether a resume at `position` passed every layer of the chain).
+        """(verdicts, whether a resume at `position` passed every layer; None: all that was found).
 
         Where it did not, the verdicts speak of everything that was found, not of `position` alone.
         """

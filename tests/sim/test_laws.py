@@ -22,6 +22,12 @@ def test_a_few_worlds_keep_every_law() -> None:
         first_run(seed)
 
 
+@pytest.mark.parametrize("seed", [1256, 8799])
+def test_worlds_that_once_broke_a_law(seed: int) -> None:
+    """A match of nothing whole; a resume at a chunk boundary before the audited position."""
+    run_seed(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_worlds_keep_every_law(block: int) -> None:
