@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 REASONING_SUFFIX = "_reasoning_content"
 ARGUMENT_MARK = "\ufdd1"  # a noncharacter: no text holds it
-ROLES = ("system", "user", "assistant")
 
 
 class Expr:

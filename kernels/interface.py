@@ -90,13 +90,6 @@ class BatchLayout:
     write_mask: Tensor  # [R] uint8
 
 
-class AttentionPlan(Protocol):
-    """Opaque result of `AttentionBackend.plan`; valid for one step."""
-
-    geometry: AttentionGeometry
-    layout: BatchLayout
-
-
 class AttentionBackend(Protocol):
     """Paged attention of one device family."""
 

@@ -38,7 +38,6 @@ from statewise.radix.segment import (
     GENERATION,
     SEQ,
     SLOW_TIER,
-    STAMP,
     Segment,
     Tier,
 )
@@ -141,10 +140,6 @@ class Match:
     def generations(self, group: int) -> Int32:
         """[logical_pages] generations of these blocks when they were written."""
         return self._rows(group, GENERATION)
-
-    def page_stamps(self, group: int) -> Int32:
-        """[logical_pages] write versions."""
-        return self._rows(group, STAMP)
 
     def seqs(self, group: int) -> Int32:
         """[logical_pages] write sequence numbers."""

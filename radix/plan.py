@@ -41,9 +41,6 @@ class Level(enum.Enum):
     BOUNDED = "bounded"  # trailing state approximated; only where it was asked for
 
 
-LEVEL_ORDER = (Level.DIRECT, Level.LOAD, Level.REPAIR, Level.REBUILD, Level.RECOMPUTE)
-
-
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """Tokens [start, end) are used as they stand."""

@@ -2,7 +2,7 @@
 
     layer             question                                      fails with
     1 integrity       is the block the one that was written, whole? GENERATION OUT_OF_POOL LAYERS
-                                                                    CHECKSUM LENGTH
+                                                                    CHECKSUM
     2 kernel ABI      can the backend in use read these bytes?      MODEL ATTENTION LAYOUT
                                                                     WEIGHTS OPERATOR
     3 intersection    do all groups agree at this position?         ABSENT DEPENDENCY BOUNDARY
@@ -57,7 +57,6 @@ class Condition(enum.Enum):
     OUT_OF_POOL = "out_of_pool"
     LAYERS = "layers"
     CHECKSUM = "checksum"
-    LENGTH = "length"
     MODEL = "model_fingerprint"
     ATTENTION = "attention_version"
     LAYOUT = "layout"
@@ -74,7 +73,6 @@ LAYER_OF: dict[Condition, ChainLayer] = {
     Condition.OUT_OF_POOL: ChainLayer.INTEGRITY,
     Condition.LAYERS: ChainLayer.INTEGRITY,
     Condition.CHECKSUM: ChainLayer.INTEGRITY,
-    Condition.LENGTH: ChainLayer.INTEGRITY,
     Condition.MODEL: ChainLayer.KERNEL_ABI,
     Condition.ATTENTION: ChainLayer.KERNEL_ABI,
     Condition.LAYOUT: ChainLayer.KERNEL_ABI,

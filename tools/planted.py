@@ -284,4 +284,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "limit = self.num_tokens",
         (f"{CACHE}::test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most", WORLDS),
     ),
+    Mutant(
+        "only the end of a match is audited",
+        PREFIX,
+        "if passed and position % granularity:",
+        "if position < 0:",
+        ("tests/sim/test_laws.py::test_worlds_that_once_broke_a_law",),
+    ),
 )

@@ -195,14 +195,12 @@ class Promotions:
     def _settle(self, promotion: Promotion) -> None:
         """Every copy has ended: hand over what arrived, free the rest."""
         promotion.is_done = True
-        lost = [page for page in promotion.pages if not page.arrived]
-        if not promotion.is_wanted or promotion.lease is None:
-            lost = promotion.pages
-        kept = [page for page in promotion.pages if page not in lost]
-        for page in lost:
-            self._blocks.free_one(page.group, page.block)
-        promotion.pages = kept
-        if kept:
+        has_reader = promotion.is_wanted and promotion.lease is not None
+        for page in promotion.pages:
+            if not (has_reader and page.arrived):
+                self._blocks.free_one(page.group, page.block)
+        promotion.pages = [page for page in promotion.pages if has_reader and page.arrived]
+        if promotion.pages:
             self._put(promotion, self._written())
         promotion.pages = []
         if not promotion.is_wanted:

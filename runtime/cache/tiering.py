@@ -91,12 +91,10 @@ class Tiering:
         cost: CostObserver,
     ) -> Offer | None:
         """A plan with loads that is quicker than `device_plan`; None where there is none."""
-        step = lcm(budget.granularity, self._schema.page_size) // self._schema.page_size
-        if device_plan.position >= len(match.key) // self._schema.page_size // step * step * (
-            self._schema.page_size
-        ):
+        unit = lcm(budget.granularity, self._schema.page_size)
+        if device_plan.position >= len(match.key) // unit * unit:
             return None  # nothing is left to be loaded
-        findings = self.stored.look(match, verdicts, step)
+        findings = self.stored.look(match, verdicts, unit // self._schema.page_size)
         if not findings.stored:
             return None
         asked = replace(budget, load=True, front=False, terminal=False, max_sync_s=MAX_SYNC_S)

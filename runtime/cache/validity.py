@@ -100,9 +100,11 @@ class Validity:
         """
         env = self._audit_env if audit else self._env
         self._num_audits += audit
-        if not validate(match, env, position, self._num_audits):
-            return (), True
-        return validate(match, env, None, self._num_audits), False
+        found = validate(match, env, position, self._num_audits)
+        if found and position is not None:
+            found = validate(match, env, None, self._num_audits)
+            return found, False
+        return found, not found
 
     def discard(self, match: Match, verdicts: Iterable[Verdict], source: str) -> None:
         """Take what failed out of reach: whole pages leave the tree, single layers are marked.

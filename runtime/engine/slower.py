@@ -24,6 +24,7 @@ from statewise.runtime.memory.block_store import DeviceStore
 from statewise.runtime.tiers.buffers import Arena, allocate
 from statewise.runtime.tiers.device_io import DeviceIO, layer_bytes_of, pin
 from statewise.runtime.tiers.files import Files
+from statewise.runtime.tiers.host import even_weights
 from statewise.runtime.tiers.page import GroupShape, shapes_of
 from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
 
@@ -83,10 +84,8 @@ class SlowerTiers:
             key_file=args.cache_key_file,
         )
         shapes = self.shapes(self._store.schema)
-        weights = [
-            float(pool.num_blocks * shape.row_bytes)
-            for pool, shape in zip(self._store.groups, shapes, strict=True)
-        ]
+        blocks = {pool.spec.name: pool.num_blocks for pool in self._store.groups}
+        weights = even_weights(shapes, blocks)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         return open_tiers(shapes, DeviceIO(self._store), settings, clock, weights=weights, pin=pin)
 

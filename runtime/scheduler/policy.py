@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 from statewise.runtime.scheduler.request import Request
 
-POLICIES = ("lpm", "fcfs")
 # Matching every waiting prompt each step costs more than it gains on a long queue.
 MAX_MATCHED = 64
 

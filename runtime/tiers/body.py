@@ -35,7 +35,6 @@ from statewise.runtime.tiers.store import TierError
 
 PLAIN, AES_GCM = 0, 1
 KEY_FILE_BYTES = 32
-TAG_BYTES = 16
 
 
 class Keys:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.runtime.tiers.page import ALIGNMENT, round_up
+from statewise.runtime.tiers.page import round_up
 
 Bytes = NDArray[np.uint8]
 HUGE_PAGE = 2 << 20
@@ -108,8 +108,3 @@ def stacked(rows: list[Row]) -> Bytes | None:
     if any(row.whole.ctypes.data != base + i * step for i, row in enumerate(rows)):
         return None
     return np.lib.stride_tricks.as_strided(first, shape=(len(rows), step), strides=(step, 1))
-
-
-def is_aligned(array: Bytes) -> bool:
-    """Whether an array may be the target of direct I/O."""
-    return array.ctypes.data % ALIGNMENT == 0 and array.size % ALIGNMENT == 0

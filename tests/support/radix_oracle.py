@@ -374,18 +374,6 @@ class Harness:
             self.pools[g].release(block)
         self.keys[place] = (request.namespace, request.tokens[:position])
 
-    def drop_window(self, request: Request) -> None:
-        """Give up own window pages that nothing needs any more and the tree never got."""
-        for g, spec in enumerate(self.schema.groups):
-            if not spec.kind.is_window:
-                continue
-            needed = {t // self.size for t in needed_tokens(spec, request.position)}
-            for page in range(request.lease.num_published_pages, request.position // self.size):
-                block = int(request.tables[g][page])
-                if block >= 0 and page not in needed:
-                    self.pools[g].release(block)
-                    request.tables[g][page] = -1
-
     def finish(self, request: Request) -> None:
         self.requests.remove(request)
         published = request.lease.num_published_pages

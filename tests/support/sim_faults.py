@@ -101,7 +101,7 @@ class Faults:
         group = self.rng.randrange(self.sim.schema.num_groups)
         if self.sim.schema.groups[group].kind.is_snapshot:
             places = [s.position for s in match.snapshots if self.rng.random() < 0.5]
-            verdicts = [Verdict(group, Condition.LENGTH, position=p) for p in places]
+            verdicts = [Verdict(group, Condition.CHECKSUM, position=p) for p in places]
         else:
             places = [p for p in range(match.logical_pages) if self.rng.random() < 0.3]
             verdicts = [self._verdict(group, page) for page in places]
@@ -114,7 +114,7 @@ class Faults:
         """One page failed as a whole, or one of its layers."""
         layers = len(self.sim.schema.groups[group].layers)
         if self.rng.random() < 0.5:
-            return Verdict(group, Condition.LENGTH, (page,))
+            return Verdict(group, Condition.CHECKSUM, (page,))
         return Verdict(group, Condition.CHECKSUM, (page,), layers=1 << self.rng.randrange(layers))
 
     def _free(self, freed: Freed) -> None:
