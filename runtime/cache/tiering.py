@@ -207,6 +207,7 @@ class Tiering:
                 "pages": s.num_pages,
                 "used_bytes": s.used_bytes,
                 "budget_bytes": s.budget_bytes,
+                "codec": s.codec,
                 "pages_by_group": s.pages_by_group,
                 "counters": s.counters,
             }
@@ -218,7 +219,9 @@ class Tiering:
         self.promotions.abandon_all()
         ends_s = self._clock.monotonic() + drain_s
         left_s = drain_s
-        while left_s > 0 and self.demotion.is_busy and self.tiers.engine.drain(left_s):
-            self.poll()
+        while left_s > 0 and self.tiers.engine.drain(left_s):
+            self.poll()  # what has arrived in one tier is passed on to the next
+            if not self.is_busy:
+                break
             left_s = ends_s - self._clock.monotonic()
         self.tiers.close(max(left_s, 0.0))

@@ -99,13 +99,14 @@ class BuiltRuntime:
             grammar=self.grammar,
         )
         core.use_device(self.worker.store.environments())
-        if self.slower is not None:
-            core.use_tiers(self.slower.open(clock), self.slower.shapes)
+        tiers = self.slower.open(clock) if self.slower is not None else None
+        if self.slower is not None and tiers is not None:
+            core.use_tiers(tiers, self.slower.shapes)
         if self.args.calibrate:
             sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
             cost = calibrate(self.worker, self.schema, *sizes, clock)
-            if self.slower is not None:
-                cost = replace(cost, tiers=self.slower.costs(clock))
+            if self.slower is not None and tiers is not None:
+                cost = replace(cost, tiers=self.slower.measure(tiers, clock))
             core.use_cost(cost)
             self.worker.store.clear()
         return core

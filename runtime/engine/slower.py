@@ -3,6 +3,7 @@
     host     copies of a few blocks to rows and back: bytes per second of the way every load ends in
     disk     a file written and read in the cache's directory, the medium's share
     remote   nothing is asked before the first request; the planner's first guess is refined
+    codecs   where one is to be chosen: on the state that calibration has just computed
 
 This module decides nothing about requests.
 """
@@ -10,6 +11,7 @@ This module decides nothing about requests.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -21,17 +23,23 @@ from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.memory.block_store import DeviceStore
-from statewise.runtime.tiers.buffers import Arena, allocate
+from statewise.runtime.tiers.buffers import Arena, Bytes, allocate
+from statewise.runtime.tiers.codec import choose_codec
 from statewise.runtime.tiers.device_io import DeviceIO, layer_bytes_of, pin
+from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.host import even_weights
 from statewise.runtime.tiers.page import GroupShape, shapes_of
+from statewise.runtime.tiers.remote import RemoteTier
 from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
 
+log = logging.getLogger(__name__)
 GB = 10**9
 PROBE_BYTES = 16 << 20  # of the disk's measurement
 CHUNK_BYTES = 4 << 20
 MAX_PROBE_BLOCKS = 64
+CODEC_SAMPLES = 8  # pages
+AUTO = "auto"
 SMALLEST_S = 1e-6
 # An I/O thread that computes holds the interpreter for at most this long (its default is 5 ms):
 # a decoding step asks for it after every kernel.
@@ -46,6 +54,7 @@ class SlowerTiers:
         self._store = store
         self._layer_bytes = layer_bytes_of(store)
         self._item_bytes = store.groups[0].layers[0].element_size()
+        self._medium = DEFAULT_TIERS[Tier.DISK].bytes_per_s  # of the directory's medium
 
     @staticmethod
     def are_asked_for(args: ServerArgs) -> bool:
@@ -78,9 +87,9 @@ class SlowerTiers:
             disk_directory=args.disk_cache_dir,
             disk_bytes=int(args.disk_cache_gb * GB),
             disk_ttl_s=args.cache_ttl_hours * 3600.0,
-            disk_codec=args.disk_cache_codec,
+            disk_codec=_first_codec(args.disk_cache_codec),
             remote_url=args.remote_cache,
-            remote_codec=args.remote_cache_codec,
+            remote_codec=_first_codec(args.remote_cache_codec),
             key_file=args.cache_key_file,
         )
         shapes = self.shapes(self._store.schema)
@@ -91,14 +100,41 @@ class SlowerTiers:
 
     # ---------------------------------------------------------------- measuring
 
-    def costs(self, clock: Clock) -> Mapping[Tier, TierCost]:
-        """What a load from each tier costs; on blocks that nobody owns yet."""
+    def measure(self, tiers: Tiers, clock: Clock) -> Mapping[Tier, TierCost]:
+        """What a load from each tier costs; chooses codecs that are to be chosen.
+
+        On blocks that nobody owns yet, after calibration has left state in them.
+        """
+        costs = self._costs(clock)
+        samples = self._samples()
+        for tier, asked in (
+            (Tier.DISK, self._args.disk_cache_codec),
+            (Tier.REMOTE, self._args.remote_cache_codec),
+        ):
+            store = tiers.stores.get(tier)
+            if asked == AUTO and samples and isinstance(store, DiskTier | RemoteTier):
+                rate = self._medium if tier is Tier.DISK else costs[tier].bytes_per_s
+                name = choose_codec(samples, self._item_bytes, rate, clock)
+                store.bodies.use(name)
+                log.info("codec of the %s cache: %s", tier.name.lower(), name)
+        return costs
+
+    def _samples(self) -> list[Bytes]:
+        """Payloads of a few blocks of the largest group that hold anything."""
+        shapes = self.shapes(self._store.schema)
+        group = max(range(len(shapes)), key=lambda g: shapes[g].block_bytes)
+        count = min(self._store.groups[group].num_blocks, CODEC_SAMPLES)
+        rows = Arena(shapes[group].block_bytes, count).take(count)
+        DeviceIO(self._store).read(group, list(range(count)), rows)
+        return [row.data for row in rows if row.data.any()]
+
+    def _costs(self, clock: Clock) -> Mapping[Tier, TierCost]:
         costs = dict(DEFAULT_TIERS)
         landing = self._landing_rate(clock)
         costs[Tier.HOST] = TierCost(landing, DEFAULT_TIERS[Tier.HOST].latency_s)
         if self._args.disk_cache_dir:
-            medium = self._medium_rate(clock)
-            rate = 1.0 / (1.0 / landing + 1.0 / medium)
+            self._medium = self._medium_rate(clock)
+            rate = 1.0 / (1.0 / landing + 1.0 / self._medium)
             costs[Tier.DISK] = TierCost(rate, DEFAULT_TIERS[Tier.DISK].latency_s)
         return costs
 
@@ -140,3 +176,8 @@ class SlowerTiers:
             with contextlib.suppress(OSError):
                 files.remove(path)
         return PROBE_BYTES / max(seconds, SMALLEST_S)
+
+
+def _first_codec(asked: str) -> str:
+    """The codec until one was chosen."""
+    return "none" if asked == AUTO else asked

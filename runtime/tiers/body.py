@@ -90,8 +90,13 @@ class Bodies:
     """Makes and reads bodies for one tier."""
 
     def __init__(self, codec: str = "none", keys: Keys | None = None) -> None:
-        self.codec = codecs.codec_number(codec)
+        self.use(codec)
         self.keys = keys
+
+    def use(self, codec: str) -> None:
+        """Encode with this codec from now on; what was encoded with others is still decoded."""
+        self.codec = codecs.codec_number(codec)
+        self.codec_name = codec
 
     @property
     def secret(self) -> bytes:

@@ -149,6 +149,7 @@ class DiskTier:
             self.options.budget_bytes,
             self._catalog.pages_by_group(),
             self._counters.as_dict(),
+            self.bodies.codec_name,
         )
 
     # ---------------------------------------------------------------- rows

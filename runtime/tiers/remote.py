@@ -207,9 +207,8 @@ class RemoteTier:
                 pages[known.group] = pages.get(known.group, 0) + 1
         used = sum(count * self._shapes[group].block_bytes for group, count in pages.items())
         counters = self._counters.as_dict()
-        return TierStatus(
-            Tier.REMOTE, self._health.state, sum(pages.values()), used, 0, pages, counters
-        )
+        figures = (sum(pages.values()), used, 0, pages, counters)
+        return TierStatus(Tier.REMOTE, self._health.state, *figures, self.bodies.codec_name)
 
     def _forget(self, handle: int, *, tell: bool) -> None:
         with self._lock:

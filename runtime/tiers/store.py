@@ -65,7 +65,10 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier's figures. `state`: "online", "read only" or "offline"."""
+    """One tier's figures. `state`: "online", "read only" or "offline".
+
+    `codec` compresses what is stored now; "none" where rows are kept as they are.
+    """
 
     tier: Tier
     state: str
@@ -74,6 +77,7 @@ class TierStatus:
     budget_bytes: int  # 0: unbounded
     pages_by_group: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    codec: str = "none"
 
 
 class TierStore(Protocol):

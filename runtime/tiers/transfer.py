@@ -174,8 +174,10 @@ class TransferEngine:
     # ---------------------------------------------------------------- control plane
 
     def submit(self, transfer: Transfer) -> bool:
-        """Queue a transfer; False, and nothing will happen, where write-behind is full."""
+        """Queue a transfer; False, and nothing will happen, where write-behind is full or over."""
         with self._changed:
+            if self._is_closing and transfer.priority is Priority.DEMOTE:
+                return False
             assert not self._is_closing, "the engine is closed"
             queued = self._queued_bytes[Priority.DEMOTE]
             if (

@@ -63,6 +63,20 @@ def test_a_restart_finds_the_disk(arch: str, root: str, tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("drain_s", [5.0, 0.0])
+def test_an_end_passes_copies_on_or_drops_them(drain_s: float, root: str, tmp_path: Path) -> None:
+    """Two tiers, stopped right after an answer: the slower one has its state too, if given time."""
+    one = case("gemma3", root)
+    (tmp_path / "r").mkdir()
+    remote = {"remote_cache": f"file://{tmp_path / 'r'}"}
+    core = tiered_core(one, directory=tmp_path / "d", max_total_tokens=480, **remote)
+    run(core, {"a": (PROMPT, 6)})
+    core.idle()
+    core.close(drain_s)
+    objects = sum(path.is_file() for path in (tmp_path / "r").rglob("*"))
+    assert objects > 0 or not drain_s
+
+
 def test_an_end_between_steps_copies_what_is_due_first(root: str, tmp_path: Path) -> None:
     """A server that is stopped right after an answer: that prompt's state is on disk as well."""
     one = case("gemma3", root)

@@ -1,0 +1,74 @@
+"""Slower tiers from settings: codecs chosen by measurement, and what cannot be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from statewise.runtime.engine import slower
+from statewise.runtime.engine.engine import Engine
+from statewise.runtime.errors import InvalidRequestError
+from statewise.runtime.tiers.codec import Bytes
+from support.tiny import tiny_model
+
+GREEDY = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+PROMPT = "a prompt of some length, long enough for three windows of the tiny model"
+
+
+def settings(directory: Path, **more: object) -> dict[str, Any]:
+    return {
+        "model_path": str(tiny_model("gemma3")),
+        "dtype": "float32",
+        "max_total_tokens": 4096,
+        "page_size": 8,
+        "chunked_prefill_size": 64,
+        "num_threads": 1,
+        "disk_cache_dir": str(directory / "disk"),
+        "disk_cache_gb": 0.01,
+        "remote_cache": f"file://{directory / 'remote'}",
+        **more,
+    }
+
+
+def tiers(engine: Engine) -> dict[str, dict[str, Any]]:
+    state = engine.get_server_info()["internal_states"][0]
+    return {tier["tier"]: tier for tier in state["tiers"]}
+
+
+def test_codecs_are_chosen_for_each_medium_on_state_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurement sees real payloads and the medium's rate; what it says is what is stored."""
+    asked: list[float] = []
+
+    def choose(samples: Sequence[Bytes], item_bytes: int, rate: float, _clock: object) -> str:
+        assert samples
+        assert all(sample.any() for sample in samples)
+        assert item_bytes == 4
+        asked.append(rate)
+        return ["zstd", "shuffle-lz4"][len(asked) - 1]
+
+    monkeypatch.setattr(slower, "choose_codec", choose)
+    monkeypatch.setattr(slower.SlowerTiers, "_medium_rate", lambda _self, _clock: 3e9)
+    (tmp_path / "remote").mkdir()
+    auto = {"disk_cache_codec": "auto", "remote_cache_codec": "auto"}
+    with Engine(**settings(tmp_path, **auto)) as engine:
+        assert asked == [3e9, 1e8]
+        engine.generate(PROMPT, GREEDY)
+        state = tiers(engine)
+        assert (state["disk"]["codec"], state["remote"]["codec"]) == ("zstd", "shuffle-lz4")
+
+
+def test_a_codec_is_what_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    with Engine(**settings(tmp_path, disk_cache_codec="lz4", calibrate=False)) as engine:
+        state = tiers(engine)
+        assert (state["disk"]["codec"], state["remote"]["codec"]) == ("lz4", "none")
+
+
+def test_what_is_to_be_measured_must_be_allowed_to_be(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="name a codec"):
+        Engine(**settings(tmp_path, disk_cache_codec="auto", calibrate=False))
