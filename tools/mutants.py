@@ -29,9 +29,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from planted import MUTANTS, Mutant
-
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT / "tools") not in sys.path:  # `python -P` leaves a script's own folder out
+    sys.path.insert(0, str(ROOT / "tools"))
+
+from planted import MUTANTS, Mutant  # noqa: E402
+
 COPIED = ("radix", "runtime", "kernels", "frontend", "src", "tests", "tools", "pyproject.toml")
 TIMEOUT_S = 180
 PASSED, FAILED = 0, 1  # of pytest

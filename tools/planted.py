@@ -14,6 +14,10 @@ TREE = "tests/unit/radix/test_tree.py"
 POOL = "tests/unit/memory/test_block_pool.py"
 KEY = "tests/unit/radix/test_key.py"
 POLICY = "tests/unit/radix/test_policy.py"
+DEMOTED = "tests/unit/cache/test_demotion.py"
+PROMOTED = "tests/unit/cache/test_promotion.py"
+FOUND = "tests/unit/cache/test_stored.py"
+TIERED = "tests/unit/cache/test_tiering.py"
 WORLDS = "tests/sim/test_laws.py::test_a_few_worlds_keep_every_law"
 
 
@@ -34,6 +38,9 @@ PREFIX, SNAP = "runtime/cache/prefix_cache.py", "runtime/cache/snapshots.py"
 BLOCKS, RECOVERY = "runtime/cache/blocks.py", "runtime/cache/recovery.py"
 SCHEDULER, CORE = "runtime/scheduler/scheduler.py", "runtime/engine/core.py"
 POOL_PY = "runtime/memory/block_pool.py"
+COPIES, STORED = "runtime/tiers/copies.py", "runtime/cache/stored.py"
+DEMOTION, PROMOTION = "runtime/cache/demotion.py", "runtime/cache/promotion.py"
+TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -290,5 +297,117 @@ MUTANTS: tuple[Mutant, ...] = (
         "if passed and position % granularity:",
         "if position < 0:",
         ("tests/sim/test_laws.py::test_worlds_that_once_broke_a_law",),
+    ),
+    Mutant(
+        "f22 digests are not compared after a load",
+        COPIES,
+        "bad = differing_layers(record.digests, sums)",
+        "bad = 0 * len(sums)",
+        (f"{PROMOTED}::test_a_damaged_page_is_not_used_and_leaves_its_tier",),
+    ),
+    Mutant(
+        "f21 a damaged page stays in its tier",
+        COPIES,
+        "                store.report_corrupt(pages[i].handle)\n",
+        "",
+        (f"{PROMOTED}::test_a_damaged_page_is_not_used_and_leaves_its_tier",),
+    ),
+    Mutant(
+        "f21 a damaged block is copied out",
+        COPIES,
+        "if page.expected is not None and not",
+        "if page.expected is None and not",
+        (f"{DEMOTED}::test_a_damaged_block_is_not_copied_out_where_checksums_are_kept",),
+    ),
+    Mutant(
+        "f32 a block is given away while it is copied",
+        POOL_PY,
+        "pinned = self._pins[blocks] > 0\n        if pinned.any()",
+        "pinned = self._pins[blocks] < 0\n        if pinned.any()",
+        (f"{DEMOTED}::test_a_block_evicted_while_it_is_copied_is_not_given_away",),
+    ),
+    Mutant(
+        "f12 a block that was freed during its copy counts as copied",
+        DEMOTION,
+        "if self._pools[page.group].generations[page.block] == generation:",
+        "if generation >= 0:",
+        (f"{DEMOTED}::test_a_block_that_was_given_away_during_its_copy_has_no_copy",),
+    ),
+    Mutant(
+        "f15 pages of a long path are stored under others' names",
+        DEMOTION,
+        "self._stored.page_address(names, group, start + i))",
+        "self._stored.page_address(names, group, i))",
+        (f"{DEMOTED}::test_a_long_path_is_copied_in_parts_under_the_right_names",),
+    ),
+    Mutant(
+        "window pages that nobody resumes from are copied",
+        LASTING,
+        "        good &= kept\n",
+        "",
+        ("tests/unit/radix/test_lasting.py", DEMOTED),
+    ),
+    Mutant(
+        "f8 a load does not lease the prefix it continues",
+        PROMOTION,
+        "lease = self._tree.lease(match, boundary * size, range(self._schema.num_groups))",
+        "lease = self._tree.lease(match, 0, range(self._schema.num_groups))",
+        (f"{PROMOTED}::test_the_prefix_that_a_load_continues_stays_meanwhile",),
+    ),
+    Mutant(
+        "f14 a snapshot comes back without its history",
+        PROMOTION,
+        "if page.page > lease.num_published_pages:",
+        "if page.page < 0:",
+        (f"{PROMOTED}::test_a_snapshot_comes_back_only_with_the_history_below_it",),
+    ),
+    Mutant(
+        "a dropped page counts as copied",
+        TIERING,
+        "                self.mirror.forget(dropped.key)",
+        "                pass",
+        (f"{DEMOTED}::test_a_page_that_its_tier_dropped_is_copied_again",),
+    ),
+    Mutant(
+        "f23 marks outlive the weights",
+        TIERING,
+        "        self.mirror.clear()\n        self.stored.forget_names()",
+        "        self.stored.forget_names()",
+        (f"{TIERED}::test_other_weights_find_nothing_and_mark_nothing",),
+    ),
+    Mutant(
+        "f35 names outlive the weights",
+        STORED,
+        "        self._remembered.clear()",
+        "        pass",
+        (f"{FOUND}::test_names_differ_by_whatever_decides_the_bytes",),
+    ),
+    Mutant(
+        "f33 the salt is left out of a page's name",
+        "runtime/tiers/page.py",
+        "root = blake2b(namespace.key,",
+        "root = blake2b(namespace.key[:0],",
+        (f"{FOUND}::test_another_salt_finds_nothing",),
+    ),
+    Mutant(
+        "f2 copies beyond a gap are offered",
+        STORED,
+        "                self._cut(end)\n",
+        "",
+        (f"{FOUND}::test_history_counts_up_to_the_first_gap_of_any_group",),
+    ),
+    Mutant(
+        "f24 an index is found without its entries",
+        "runtime/tiers/tiers.py",
+        "        if not address.base:\n            return True",
+        "        if store is not None:\n            return True",
+        (f"{FOUND}::test_an_index_whose_entries_are_on_the_device_alone_is_not_found",),
+    ),
+    Mutant(
+        "what is evicted is loaded for ever",
+        "runtime/scheduler/loading.py",
+        "or request.num_loads >= MAX_LOADS:",
+        "or request.num_loads < 0:",
+        ("tests/unit/scheduler/test_loading.py",),
     ),
 )

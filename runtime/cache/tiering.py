@@ -120,9 +120,14 @@ class Tiering:
             self.deliver()
         return promotion
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether there is host memory in front of another tier."""
+        return Tier.HOST in self.tiers.stores and len(self.tiers.stores) > 1
+
     def prefetch(self, offer: Offer) -> bool:
-        """Copy what a queued request will want to the host; False where there is none, or later."""
-        if Tier.HOST not in self.tiers.stores or len(self._prefetching) >= MAX_PREFETCHES:
+        """Copy what a queued request will want to the host; False: not now, ask again."""
+        if not self.can_prefetch or len(self._prefetching) >= MAX_PREFETCHES:
             return False
         by_tier: dict[Tier, list[tuple[int, str]]] = {}
         for group, _, tier, handle, _ in offer.pages():
@@ -131,7 +136,7 @@ class Tiering:
         for tier, pages in by_tier.items():
             done = self._prefetching.discard
             self._prefetching.add(self.tiers.prefetch(tier, pages, done))
-        return bool(by_tier)
+        return True
 
     def probe(self, namespace: Namespace, key: TokenKey) -> Transfer | None:
         """Ask a remote store for a prompt's pages; None where there is none, or it is known."""

@@ -13,6 +13,7 @@ This module does not admit, and does not copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from statewise.radix import StaleMatchError
@@ -97,16 +98,19 @@ class Loading:
             request.loaded.update(promotion.loaded)
         self._tiering.promotions.release(promotion)
 
-    def prefetch(self, waiting: dict[str, Request]) -> None:
-        """Have what queued requests will want in host memory by the time it is their turn."""
+    def prefetch(self, waiting: dict[str, Request], look: Callable[[Request], Lookup]) -> None:
+        """Have what queued requests will want in host memory by the time it is their turn.
+
+        `look` looks a request up, or remembers. Where the batch is full, nobody else does.
+        """
         tiering = self._tiering
-        if tiering is None:
+        if tiering is None or not tiering.can_prefetch:
             return
         for request in islice(waiting.values(), PREFETCH_AHEAD):
-            lookup = request.lookup
-            if lookup is None or lookup.offer is None or request.is_prefetched:
+            if request.is_prefetched or request.promotion is not None:
                 continue
-            if request.promotion is None:
+            lookup = look(request)
+            if self._has_asked(request, lookup, tiering) and lookup.offer is not None:
                 request.is_prefetched = tiering.prefetch(lookup.offer)
 
     def yield_to_running(self) -> bool:

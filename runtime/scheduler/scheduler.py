@@ -150,7 +150,7 @@ class Scheduler:
         if self.num_preemptions == preempted and self._may_admit(budget):
             self._add_admissions(rows, budget, now)
             self.admission.reserve.step()
-        self.loading.prefetch(self.waiting)
+        self.loading.prefetch(self.waiting, self._glance)
         self._recall(rows)  # an admission may have found what others rely on to be damaged
         if not rows:
             return None
@@ -347,11 +347,15 @@ class Scheduler:
                     return
 
     def _known_position(self, request: Request) -> int:
-        """Where the request would begin, looked up once in a while: it only decides the order."""
+        """Where the request would begin: it only decides the order."""
+        return self._glance(request).promised_position
+
+    def _glance(self, request: Request) -> Lookup:
+        """What was offered lately, looked up once in a while: not to be used as it is."""
         known = request.lookup
         if known is None or self._step_id - request.looked_at >= LOOK_EVERY:
             known = self._lookup(request)
-        return known.promised_position
+        return known
 
     def _lookup(self, request: Request, *, at_use: bool = False) -> Lookup:
         """What the tree offers the request now; repeated only when the tree has changed.

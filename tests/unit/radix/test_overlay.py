@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from statewise.radix import Budget, CostModel, Level, Load, Namespace, RadixTree, Tier, TokenKey
-from statewise.radix.lasting import lasting_pages
 from statewise.radix.overlay import Stored, overlay
 from statewise.radix.planner import plan
 from statewise.radix.residency import NOWHERE, Residency
@@ -90,10 +89,39 @@ def test_a_dear_load_is_not_planned() -> None:
     assert not plan(over, (), tree.schema, quick, Budget(len(TOKENS))).loads
 
 
-def test_only_window_pages_of_a_checkpoint_are_worth_a_copy() -> None:
-    tree = tree_with("FW", 6)
+def test_a_copy_replaces_what_is_damaged_on_the_device() -> None:
+    tree = tree_with("F", 6)
+    tree.mark_invalid(tree.match(Namespace(), TokenKey(TOKENS)), 0, {3: 1, 5: 1})
     match = tree.match(Namespace(), TokenKey(TOKENS))
-    full, window = tree.schema.index_of("full"), tree.schema.index_of("window")
-    assert lasting_pages(match, full).tolist() == [True] * 6
-    assert lasting_pages(match, window).tolist() == [False] * 4 + [True] * 2
-    assert lasting_pages(match, window, 14).tolist() == [False, *[True] * 2, False, *[True] * 2]
+    over = overlay(match, Stored(6, {0: {3: (Tier.HOST, 9)}}))
+    assert Residency(over).tier[0].tolist() == [0, 0, 0, Tier.HOST, 0, NOWHERE]
+    assert over.blocks(0).tolist() == [10, 11, 12, -1, 14, 15]
+    assert match.blocks(0).tolist() == [10, 11, 12, 13, 14, 15], "the tree's own is untouched"
+
+
+def test_copies_are_laid_over_the_nodes_they_belong_to() -> None:
+    """A fork in the path: page numbers count from the root, segments from their nodes."""
+    tree = tree_with("F", 8)
+    fork = TokenKey([*TOKENS[: 5 * PAGE], *([96] * (3 * PAGE))])
+    lease = tree.lease(tree.match(Namespace(), fork), 5 * PAGE)
+    table = np.full(8, -1, dtype=np.int32)
+    table[5:8] = [80, 81, 82]
+    tree.publish(lease, fork, 8, [table], Written(tree.stamps, 2), 8 * PAGE)
+    tree.release(lease)
+    match = tree.match(Namespace(), fork)
+    assert len(match.nodes) == 2
+    over = overlay(match, Stored(9, {0: {4: (Tier.DISK, 4), 6: (Tier.HOST, 6), **pages(8, 9)}}))
+    expected = [0, 0, 0, 0, Tier.DISK, 0, Tier.HOST, 0, Tier.DISK]
+    assert Residency(over).tier[0].tolist() == expected
+
+
+def test_an_index_on_the_device_is_void_over_entries_that_would_be_loaded() -> None:
+    """F24: entries that come back are another writing than those it was built over."""
+    tree = tree_with("C", 6)
+    entries, index = tree.schema.index_of("entries"), tree.schema.index_of("index")
+    tree.drop(tree.match(Namespace(), TokenKey(TOKENS)), entries, [2])
+    match = tree.match(Namespace(), TokenKey(TOKENS))
+    over = overlay(match, Stored(6, {entries: {2: (Tier.HOST, 1)}}))
+    assert Residency(over).tier[index].tolist() == [0, 0, NOWHERE, 0, 0, 0]
+    both = {entries: {2: (Tier.HOST, 1)}, index: {2: (Tier.HOST, 2)}}
+    assert Residency(overlay(match, Stored(6, both))).tier[index].tolist()[2] == Tier.HOST
