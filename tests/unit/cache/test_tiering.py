@@ -63,7 +63,8 @@ def test_queued_prefixes_go_from_disk_to_host(tmp_path: Path) -> None:
     assert {tier for _, _, tier, _, _ in offer.pages()} == {Tier.DISK}
     assert scene.tiering.prefetch(offer)
     scene.run_io()
-    assert scene.num_stored("full") == PAGES
+    told = (scene.tiering.status(), scene.io.counters.as_dict())
+    assert scene.num_stored("full") == PAGES, told
     offer = scene.offer()
     assert offer is not None
     assert {tier for _, _, tier, _, _ in offer.pages()} == {Tier.HOST}

@@ -162,7 +162,7 @@ def test_what_queued_requests_want_is_fetched_ahead(tmp_path: Path) -> None:
         scene.step()
         scene.run_io()
     assert scene.core.scheduler.waiting
-    assert scene.num_stored("full") >= 10, "in host memory before its turn"
+    assert scene.num_stored("full") >= 10, (scene.tiering.status(), scene.io.counters.as_dict())
     scene.run()
     scene.check()
     assert queued.report is not None
