@@ -3,11 +3,12 @@
 The public names of the tree are exported here; README.md shows how they fit together.
 """
 
-from statewise.radix.cost import CostModel, CostObserver, TierCost
+from statewise.radix.cost import CostModel, TierCost
 from statewise.radix.forms import Cause, EventSink, Form, FormError, Transition
 from statewise.radix.key import Namespace, TokenKey
 from statewise.radix.lease import Lease
 from statewise.radix.match import Match, Snapshot
+from statewise.radix.observe import CostObserver
 from statewise.radix.plan import Level, Load, Recompute, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.policy import (

@@ -1,26 +1,30 @@
-"""What recovering costs: measured seconds, frozen for planning, refined while running.
+"""What recovering costs: measured seconds, frozen for planning.
 
     seconds of a forward      steps * step_s
-      of n tokens           + time of n tokens in chunks, by depth and chunk size (measured)
-      ending at e           + pair_s * depth * sum of context lengths     (attention)
+      over tokens [a, b)    + time of b - a tokens in chunks, by depth and chunk size (measured)
+      of d layers           + pair_s * entries that these tokens read in these layers (`pairs`)
 
     seconds of a load         latency + queue + bytes / bandwidth, per tier used
 
-`CostModel` is a value: plans made with it can be compared and repeated. `CostObserver` is told
-durations by whoever measured them; neither reads a clock.
+The time of tokens is that of everything but reading earlier state. A layer with a window stops
+paying for context where the window ends, a compressed one pays for its entries: what each layer
+reads is data of the schema.
 
-This module does not know residency, and does not choose.
+A value: plans made with it can be compared and repeated. `observe` refines it.
+
+This module does not know residency, does not choose, and reads no clock.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.pairs import Pairs, full_pairs
 from statewise.radix.segment import Tier
 
 Float = NDArray[np.float64]
@@ -55,7 +59,8 @@ class CostModel:
     """Frozen figures. `tokens_per_s[i][j]` was measured at depth `depths[i]`, `batches[j]` tokens.
 
     `depths` are fractions of the model's layers, ascending, the last 1.0; `batches` are tokens
-    of one row and step, ascending. `chunk` is how many tokens one step computes at most.
+    of one row and step, ascending. `chunk` is how many tokens one step computes at most. `pairs`
+    counts what attention reads; None: every layer reads every token before.
     """
 
     num_layers: int
@@ -64,7 +69,8 @@ class CostModel:
     batches: tuple[int, ...] = BATCHES
     chunk: int = 2048
     step_s: float = 1e-3
-    pair_s: float = 0.0  # seconds per (token, context token) at full depth
+    pair_s: float = 0.0  # seconds per entry that a token reads in one layer
+    pairs: Pairs | None = field(default=None, repr=False, compare=False)
     tiers: Mapping[Tier, TierCost] = field(default_factory=lambda: dict(DEFAULT_TIERS))
     _times: Float = field(init=False, repr=False, compare=False)
     _by_depth: dict[int, list[float]] = field(
@@ -104,14 +110,20 @@ class CostModel:
         if end <= start:
             return 0.0
         depth = self.num_layers if num_layers is None else num_layers
-        full, rest = divmod(end - start, self.chunk)
-        seconds = full * (self._one_chunk_s(self.chunk, depth) + self.step_s)
-        if rest:
-            seconds = seconds + self._one_chunk_s(rest, depth) + self.step_s
-        if self.pair_s:
-            pairs = (end - start) * (start + end + 1) / 2.0
-            seconds += pairs * (self.pair_s * depth / self.num_layers)
-        return seconds
+        steps = -(-(end - start) // self.chunk)
+        seconds = steps * self.step_s + self.tokens_s(end - start, depth)
+        return seconds + self.pair_s * self.num_pairs(start, end, depth) if self.pair_s else seconds
+
+    def tokens_s(self, num_tokens: int, num_layers: int) -> float:
+        """Seconds of that many tokens in chunks, nothing read and no steps counted."""
+        full, rest = divmod(num_tokens, self.chunk)
+        seconds = full * self._one_chunk_s(self.chunk, num_layers) if full else 0.0
+        return seconds + self._one_chunk_s(rest, num_layers) if rest else seconds
+
+    def num_pairs(self, start: int, end: int, num_layers: int) -> float:
+        """Entries that tokens [start, end) read in the first layers."""
+        pairs = self.pairs or full_pairs(self.num_layers)
+        return pairs.count(start, end, num_layers)
 
     def _one_chunk_s(self, num_tokens: int, num_layers: int) -> float:
         """Seconds of one chunk by bilinear interpolation; planning asks this thousands of times."""
@@ -129,63 +141,3 @@ class CostModel:
     def load_s(self, bytes_by_tier: Mapping[Tier, float]) -> float:
         """Seconds to copy from every tier named, one after the other."""
         return sum(self.tiers[tier].seconds(size) for tier, size in bytes_by_tier.items())
-
-
-class CostObserver:
-    """Refines a cost model from what really happened, by exponential averages.
-
-    A forward's duration moves the nearest measured cell, and all cells by a little, so that one
-    kind of observation corrects the others before they are seen.
-    """
-
-    def __init__(self, model: CostModel, weight: float = 0.1) -> None:
-        if not 0.0 < weight <= 1.0:
-            raise ValueError(f"weight {weight} outside (0, 1]")
-        self._model = model
-        self._weight = weight
-        self.num_observed = 0
-
-    @property
-    def model(self) -> CostModel:
-        """Current figures."""
-        return self._model
-
-    def observe_prefill(self, start: int, end: int, num_layers: int, seconds: float) -> None:
-        """Learn that a forward over [start, end) alone in its step took `seconds`."""
-        if end <= start or seconds <= 0:
-            return
-        model = self._model
-        expected = model.prefill_s(start, end, num_layers)
-        ratio = min(max(expected / seconds, 0.05), 20.0)  # one outlier moves no figure far
-        near = self._cell(min(end - start, model.chunk), num_layers)
-        rates = [list(row) for row in model.tokens_per_s]
-        for i, row in enumerate(rates):
-            for j, rate in enumerate(row):
-                weight = self._weight if (i, j) == near else self._weight / 4
-                row[j] = rate * ratio**weight
-        self._model = replace(model, tokens_per_s=tuple(tuple(row) for row in rates))
-        self.num_observed += 1
-
-    def _cell(self, num_tokens: int, num_layers: int) -> tuple[int, int]:
-        model = self._model
-        depth = num_layers / model.num_layers
-        i = min(range(len(model.depths)), key=lambda k: abs(model.depths[k] - depth))
-        j = min(range(len(model.batches)), key=lambda k: abs(model.batches[k] - num_tokens))
-        return i, j
-
-    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
-        """Learn that copying `num_bytes` from `tier` took `seconds`, its latency included."""
-        if num_bytes <= 0 or seconds <= 0:
-            return
-        old = self._model.tiers[tier]
-        rate = num_bytes / max(seconds - old.latency_s, seconds * 0.1)
-        bandwidth = old.bytes_per_s ** (1 - self._weight) * rate**self._weight
-        self._set_tier(tier, replace(old, bytes_per_s=bandwidth))
-        self.num_observed += 1
-
-    def observe_queue(self, tier: Tier, seconds: float) -> None:
-        """Set how long a new copy from `tier` would wait now."""
-        self._set_tier(tier, replace(self._model.tiers[tier], queue_s=max(seconds, 0.0)))
-
-    def _set_tier(self, tier: Tier, cost: TierCost) -> None:
-        self._model = replace(self._model, tiers={**self._model.tiers, tier: cost})

@@ -75,6 +75,7 @@ class StateGroupSpec:
     overlap: int = 0  # tokens of the previous compression window the next entry needs; TAIL
     sinks: int = 0  # first tokens that never leave a window
     depends_on: str | None = None  # INDEX: the group it routes into
+    top_k: int = 0  # entries of that group which a token reads at most; 0: all. INDEX
     shared_layers: tuple[tuple[int, int], ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -126,6 +127,8 @@ class CacheSchema:
         for g in self.groups:
             if g.depends_on is not None and g.depends_on not in names:
                 raise ValueError(f"group {g.name!r} depends on unknown group {g.depends_on!r}")
+            if g.top_k and g.depends_on is None:
+                raise ValueError(f"group {g.name!r}: only an index chooses top_k entries")
             if any(not 0 <= layer < self.num_layers for layer in g.layers):
                 raise ValueError(f"group {g.name!r}: layer outside 0..{self.num_layers - 1}")
 

@@ -57,6 +57,7 @@ def deepseek_v4_flash() -> CacheSchema:
             entry_bytes=index,
             ratio=4,
             depends_on="csa",
+            top_k=512,
         ),
         _group("hca", GroupKind.COMPRESSED, dense, entry_bytes=entry, ratio=128),
         _group("csa_state", GroupKind.TAIL, sparse, snapshot_bytes=80 * KIB, ratio=4, overlap=4),

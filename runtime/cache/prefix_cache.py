@@ -34,8 +34,9 @@ from statewise.radix import (
     eviction_policy,
 )
 from statewise.radix.bounded import bounded_plan, can_be_bounded
-from statewise.radix.cost import CostModel, CostObserver
+from statewise.radix.cost import CostModel
 from statewise.radix.need import first_token
+from statewise.radix.observe import CostObserver
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec

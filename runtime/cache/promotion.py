@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix import Duplicates, Freed, Lease, Match, RadixTree, Tier, Written
-from statewise.radix.cost import CostObserver
 from statewise.radix.key import common_tokens
+from statewise.radix.observe import CostObserver
 from statewise.radix.plan import RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.mirror import Mirror

@@ -1,20 +1,26 @@
 """Measures what a forward costs here, before the first request: the cost model's first figures.
 
-    by batch     full-depth forwards of 1, 16, 64 ... tokens, until the time is up
-    by context   the same tokens behind a long context: seconds per (token, context token)
+    by batch     full-depth forwards of 1, 16, 64 ... tokens
+    by context   a short one behind a long context: seconds per entry that a token reads
     by depth     one batch size at a quarter, half and three quarters of the layers
 
-What there was no time for is filled in from the nearest figure; serving refines all of it. Depth
-matters because a partial rebuild runs only as deep as the damage.
+Every trial is run in turn, then all of them again, while there is time: the machine's moods hit all
+alike, and the middle one of several is taken. The first run of a trial touches memory that nothing
+has touched before; it counts only where there was no time for another. What there was no time for
+at all is filled in from the nearest figure; serving refines all of it. Depth matters because a
+partial rebuild runs only as deep as the damage.
 
 This module does not choose anything by these figures.
 """
 
 from __future__ import annotations
 
+import statistics
+from itertools import accumulate
 from typing import Any
 
 from statewise.radix.cost import CostModel
+from statewise.radix.pairs import pairs_of
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.clock import Clock
 from statewise.runtime.engine.trial import Trials
@@ -22,17 +28,21 @@ from statewise.runtime.scheduler.batch import Worker
 
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 BATCHES = (1, 16, 64, 256, 512, 1024, 2048)
-CONTEXT = 2048  # tokens
-FEWEST = 64  # tokens of a step behind a context that tell what a pair costs
+CONTEXT = 4096  # tokens
+FEWEST = 64  # tokens of a step behind a context: less says more of noise than of context
 BUDGET_S = 2.0
 LONGEST_SHARE = 0.5  # of the time that is left, for one measurement
+MAX_ROUNDS = 8
 INITIAL_TOKENS_PER_S = 1000.0  # where nothing was measured
 SMALLEST_S = 1e-7
 
+Trial = tuple[int, int, int]  # tokens of context, tokens computed, layers
 
-def guess(num_layers: int, chunk: int) -> CostModel:
+
+def guess(schema: CacheSchema, chunk: int) -> CostModel:
     """Return a cost model for where nothing is measured."""
-    return CostModel.uniform(num_layers, INITIAL_TOKENS_PER_S, chunk=chunk)
+    rates: dict[str, Any] = {"chunk": chunk, "pairs": pairs_of(schema)}
+    return CostModel.uniform(schema.num_layers, INITIAL_TOKENS_PER_S, **rates)
 
 
 def calibrate(
@@ -46,22 +56,31 @@ def calibrate(
     """Measure for about `budget_s`, on blocks nobody owns; `chunk` is the tokens of one step."""
     watch = _Stopwatch(Trials(worker, schema, num_blocks), clock, budget_s)
     batches = [b for b in BATCHES if b <= min(chunk, watch.room)] or [1]
-    by_batch = _by_batch(watch, batches)
+    _first_round(watch, batches, schema.num_layers)
+    watch.repeat()
+    by_batch = {
+        size: seconds
+        for (context, size, layers), seconds in watch.figures().items()
+        if not context and layers == schema.num_layers
+    }
     if not by_batch:
-        return guess(schema.num_layers, chunk)
-    pair_s = _pair_seconds(watch, by_batch)
-    shares = _by_depth(watch, schema.num_layers, by_batch)
-    alone = {size: _without_pairs(size, s, pair_s) for size, s in by_batch.items()}
-    rates = tuple(
-        tuple(size / (seconds * share) for size, seconds in alone.items()) for share in shares
-    )
+        return guess(schema, chunk)
+    pair_s = _pair_seconds(watch, schema)
+    shares = _shares(watch, schema.num_layers)
+    pairs = pairs_of(schema)
+    alone = {
+        size: max(seconds - pair_s * pairs.count(0, size, schema.num_layers), 0.1 * seconds)
+        for size, seconds in sorted(by_batch.items())
+    }
+    rates = tuple(tuple(rate / share for rate in _rates(alone)) for share in shares)
     return CostModel(
         schema.num_layers,
         rates,
         depths=DEPTHS,
-        batches=tuple(by_batch),
+        batches=tuple(alone),
         chunk=chunk,
         pair_s=pair_s,
+        pairs=pairs,
     )
 
 
@@ -72,34 +91,44 @@ class _Stopwatch:
         self._trials = trials
         self._clock = clock
         self._end = clock.monotonic() + budget_s
+        self._seconds: dict[Trial, list[float]] = {}
         self.room = trials.room
-
-    @property
-    def left_s(self) -> float:
-        """Time that is left."""
-        return self._end - self._clock.monotonic()
 
     def allows(self, expected_s: float) -> bool:
         """Whether something that takes `expected_s` may be measured."""
-        return expected_s <= self.left_s * LONGEST_SHARE
+        return expected_s <= (self._end - self._clock.monotonic()) * LONGEST_SHARE
 
-    def seconds(self, start: int, count: int, num_layers: int = 0, *, twice: bool = False) -> float:
-        """Time of one trial: the better of two, if there is time for a second or it must be."""
-        best = self._once(start, count, num_layers)
-        if twice or self.allows(best):
-            best = min(best, self._once(start, count, num_layers))
-        return max(best, SMALLEST_S)
-
-    def _once(self, start: int, count: int, num_layers: int) -> float:
+    def run(self, trial: Trial) -> float:
+        """Run a trial; seconds that it took."""
         began = self._clock.monotonic()
-        self._trials.run(start, count, num_layers)
-        return self._clock.monotonic() - began
+        self._trials.run(*trial)
+        seconds = max(self._clock.monotonic() - began, SMALLEST_S)
+        self._seconds.setdefault(trial, []).append(seconds)
+        return seconds
+
+    def repeat(self) -> None:
+        """Run all trials again and again, in their order, while there is time."""
+        for _ in range(MAX_ROUNDS):
+            before = sum(map(len, self._seconds.values()))
+            for trial, seconds in list(self._seconds.items()):
+                if self.allows(seconds[-1]):
+                    self.run(trial)
+            if sum(map(len, self._seconds.values())) == before:
+                return
+
+    def figures(self) -> dict[Trial, float]:
+        """Seconds of each trial: the middle of its runs, the first of several left out."""
+        return {
+            trial: statistics.median_low(seconds[1:] or seconds)
+            for trial, seconds in self._seconds.items()
+        }
 
 
-def _by_batch(watch: _Stopwatch, batches: list[int]) -> dict[int, float]:
-    """Batch size -> seconds at full depth; what is too long for the time left is left out.
+def _first_round(watch: _Stopwatch, batches: list[int], num_layers: int) -> None:
+    """Find out which trials there is time for, each once.
 
-    From the second size on: a single token, which mostly reads weights, says little about many.
+    Batches ascend from the second size on: a single token, which mostly reads weights, says little
+    about many. What is too long for the time left is left out.
     """
     found: dict[int, float] = {}
     expected = 0.0
@@ -108,53 +137,54 @@ def _by_batch(watch: _Stopwatch, batches: list[int]) -> dict[int, float]:
             continue
         if not watch.allows(expected):
             break
-        found[size] = watch.seconds(0, size)
+        found[size] = watch.run((0, size, num_layers))
         growth = batches[i + 1] / size if i + 1 < len(batches) else 1.0
         expected = found[size] * growth
-    first = found.get(batches[min(1, len(batches) - 1)], 0.0)
-    if batches[0] not in found and watch.allows(first):
-        found[batches[0]] = watch.seconds(0, batches[0])
-    return dict(sorted(found.items()))
+    _behind_context(watch, found, num_layers)
+    if batches[0] not in found and watch.allows(found.get(batches[1], 0.0)):
+        watch.run((0, batches[0], num_layers))
+    sizes = [size for size, seconds in found.items() if watch.allows(seconds)]
+    for depth in DEPTHS[:-1]:
+        layers = max(1, round(num_layers * depth))
+        size = sizes[len(sizes) // 2] if sizes else 0
+        if size and watch.allows(found[size] * depth):
+            watch.run((0, size, layers))
 
 
-def _by_depth(watch: _Stopwatch, num_layers: int, by_batch: dict[int, float]) -> list[float]:
+def _behind_context(watch: _Stopwatch, found: dict[int, float], num_layers: int) -> None:
+    """Run the shortest batch that tells, so that there is time to do it again."""
+    size = next((size for size in found if size >= FEWEST), 0)
+    context = min(CONTEXT, watch.room - size)
+    if size and context >= 4 * size and watch.allows(2 * found[size]):
+        watch.run((context, size, num_layers))
+
+
+def _pair_seconds(watch: _Stopwatch, schema: CacheSchema) -> float:
+    """Seconds per entry read in one layer, from a batch behind a long context."""
+    figures, pairs = watch.figures(), pairs_of(schema)
+    for (context, size, layers), seconds in figures.items():
+        more = pairs.count(context, context + size, layers) - pairs.count(0, size, layers)
+        if context and more > 0:
+            return max(seconds - figures[0, size, layers], 0.0) / more
+    return 0.0
+
+
+def _rates(alone: dict[int, float]) -> list[float]:
+    """Tokens per second by batch size, never fewer for a larger batch: others' load only adds."""
+    return list(accumulate((size / seconds for size, seconds in alone.items()), max))
+
+
+def _shares(watch: _Stopwatch, num_layers: int) -> list[float]:
     """Share of a full forward's time at each of `DEPTHS`."""
-    sizes = [size for size, seconds in by_batch.items() if watch.allows(seconds)]
-    size = sizes[len(sizes) // 2] if sizes else 0
     shares = []
     for depth in DEPTHS:
-        share = depth
-        if depth < 1.0 and size and watch.allows(by_batch[size] * depth):
-            layers = max(1, round(num_layers * depth))
-            measured = watch.seconds(0, size, layers) / by_batch[size]
-            share = measured * depth * num_layers / layers
+        share, layers = depth, max(1, round(num_layers * depth))
+        for (context, size, of_layers), seconds in watch.figures().items():
+            if not context and of_layers == layers < num_layers:
+                whole = watch.figures()[0, size, num_layers]
+                share = seconds / whole * depth * num_layers / layers
         shares.append(min(share, 1.0))
     return shares
-
-
-def _pair_seconds(watch: _Stopwatch, by_batch: dict[int, float]) -> float:
-    """Seconds per token and context token at full depth, from a batch behind a long context.
-
-    Twice in any case: the first run touches memory that nothing has touched before, and what it
-    takes would count for every pair of a long prompt. Few tokens are not asked: the difference
-    between two short steps is mostly noise.
-    """
-    sizes = [
-        s for s, seconds in by_batch.items() if FEWEST <= s <= 256 and watch.allows(2 * seconds)
-    ]
-    if not sizes:
-        return 0.0
-    size = sizes[-1]
-    context = min(CONTEXT, watch.room - size)
-    if context < 4 * size:
-        return 0.0
-    more = watch.seconds(context, size, twice=True) - by_batch[size]
-    return max(more, 0.0) / (size * context)
-
-
-def _without_pairs(size: int, seconds: float, pair_s: float) -> float:
-    """Time of a batch without the attention among its own tokens, which the model adds."""
-    return max(seconds - pair_s * size * (size + 1) / 2, 0.1 * seconds)
 
 
 def describe(model: CostModel) -> dict[str, Any]:

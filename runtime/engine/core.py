@@ -118,7 +118,7 @@ class EngineCore:
         self.cache = PrefixCache(
             schema,
             num_blocks,
-            guess(schema.num_layers, args.chunked_prefill_size),
+            guess(schema, args.chunked_prefill_size),
             enabled=not args.disable_radix_cache,
             audit_rate=args.audit_rate,
             digest=worker.checksums,

@@ -226,7 +226,15 @@ def group_drafts(config: DeepseekV32Config, options: LoadOptions) -> list[GroupD
     index = EntryGeometry(config.index_dim, options.page_size, options.kv_dtype)
     return [
         GroupDraft("latent", GroupKind.FULL, every, latent, meaning),
-        GroupDraft("idx", GroupKind.INDEX, every, index, meaning, depends_on="latent"),
+        GroupDraft(
+            "idx",
+            GroupKind.INDEX,
+            every,
+            index,
+            meaning,
+            depends_on="latent",
+            top_k=config.index_top_k,
+        ),
     ]
 
 

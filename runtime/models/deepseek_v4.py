@@ -322,8 +322,11 @@ def _history_drafts(
     if kind == SPARSE:
         index = EntryGeometry(config.index_dim, page, kv_dtype, ratio)
         drafts.append(
-            GroupDraft("idx", GroupKind.INDEX, layers, index, meaning, ratio, depends_on=kind)
-        )
+            GroupDraft(
+                "idx", GroupKind.INDEX, layers, index, meaning, ratio,
+                depends_on=kind, top_k=config.index_top_k,
+            )
+        )  # fmt: skip
         tail, overlap = StateGeometry(ratio * half + (ratio - 1) * 2 * half, wide), ratio
     else:
         tail, overlap = StateGeometry((ratio - 1) * half, wide), 0

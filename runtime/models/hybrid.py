@@ -45,6 +45,7 @@ class GroupDraft:
     ratio: int = 1
     overlap: int = 0
     depends_on: str | None = None
+    top_k: int = 0
 
 
 class HybridConfig(Protocol):
@@ -121,6 +122,7 @@ def _spec(draft: GroupDraft, options: LoadOptions) -> StateGroupSpec:
         ratio=draft.ratio,
         overlap=draft.overlap,
         depends_on=draft.depends_on,
+        top_k=draft.top_k,
     )
 
 

@@ -56,7 +56,7 @@ SEED = 0x9E3779B97F4A7C15
 _W = [np.uint64(w) for w in WEIGHTS]
 _FINAL, _SEED = np.uint64(FINAL), np.uint64(SEED)
 _32, _29 = np.uint64(32), np.uint64(29)
-MAX_TOKENS = 4096
+MAX_TOKENS = 8192
 
 
 def mix_int(*parts: int) -> int:

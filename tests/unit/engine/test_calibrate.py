@@ -14,25 +14,47 @@ CHUNK = 512
 
 
 class TimedWorker(DigestWorker):
-    """Costs a fixed time, time per token and layer, and time per pair of tokens and layer."""
+    """Costs a fixed time, time per token and layer, and time per token that a layer reads.
 
-    def __init__(self, token_s: float, *, blocks: int = 400, shape: str = "FWFWFWFW") -> None:
+    `noise`: factors that its runs take in turn, for other work beside it.
+    """
+
+    def __init__(
+        self,
+        token_s: float,
+        *,
+        blocks: int = 700,
+        shape: str = "FWFWFWFW",
+        noise: tuple[float, ...] = (1.0,),
+    ) -> None:
         schema = make_schema(shape, 8, 16)
         self.num_blocks = (blocks,) * schema.num_groups
         super().__init__(schema, self.num_blocks, VOCAB, lambda rid: 0)
         self.clock = SimClock()
         self.token_s = token_s
         self.pair_s = 1e-9
+        self.noise = noise
+        self.windows = [
+            next((g.window for g in schema.groups if layer in g.layers), 0)
+            for layer in range(schema.num_layers)
+        ]
         self.rows: list[tuple[int, int, int]] = []
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         (row,) = batch.rows
         size = len(row.tokens)
+        noise = self.noise[len(self.rows) % len(self.noise)]
         self.rows.append((row.start, size, row.num_layers))
         share = row.num_layers / self.schema.num_layers
-        pairs = size * row.start + size * (size + 1) / 2
-        self.clock.pass_time(1e-4 + size * self.token_s * share + pairs * share * self.pair_s)
+        seconds = 1e-4 + size * self.token_s * share + self.pairs_s(row.start, size, row.num_layers)
+        self.clock.pass_time(noise * seconds)
         return super().execute(batch)
+
+    def pairs_s(self, start: int, size: int, num_layers: int = 8) -> float:
+        """What reading costs, token by token."""
+        tokens = range(start + 1, start + size + 1)
+        read = sum(min(t, w) if w else t for w in self.windows[:num_layers] for t in tokens)
+        return read * self.pair_s
 
 
 def measured(worker: TimedWorker, budget_s: float = 1.0):  # type: ignore[no-untyped-def]
@@ -44,13 +66,42 @@ def test_figures_are_those_of_the_worker() -> None:
     model = measured(worker)
     assert model.batches == (1, 16, 64, 256, 512)
     for size in (16, 256, 512):
-        pairs = 1e-9 * size * (size + 1) / 2
-        expected = 1e-4 + size * 1e-5 + pairs + model.step_s
+        expected = 1e-4 + size * 1e-5 + worker.pairs_s(0, size) + model.step_s
         assert model.prefill_s(0, size) == pytest.approx(expected, rel=0.02)
     half = model.prefill_s(0, 256, 4) - model.step_s
     assert half == pytest.approx(1e-4 + 256 * 0.5e-5, rel=0.15)
-    behind = model.prefill_s(2048, 2048 + 64) - model.prefill_s(0, 64)
-    assert behind == pytest.approx(64 * 2048 * 1e-9, rel=0.1)
+
+
+def test_a_long_prompt_pays_for_what_its_layers_read_and_no_more() -> None:
+    worker = TimedWorker(1e-5)
+    model = measured(worker)
+    assert model.pair_s == pytest.approx(1e-9, rel=0.05)
+    step_s = 1e-4 + 512e-5 + model.step_s
+    expected = sum(step_s + worker.pairs_s(at, 512) for at in range(0, 8192, 512))
+    assert model.prefill_s(0, 8192) == pytest.approx(expected, rel=0.05)
+
+
+def test_other_work_now_and_then_does_not_count() -> None:
+    quiet = measured(TimedWorker(1e-5))
+    loud = measured(TimedWorker(1e-5, noise=(1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 2.0)), budget_s=2.0)
+    assert loud.prefill_s(0, 8192) == pytest.approx(quiet.prefill_s(0, 8192), rel=0.1)
+    assert loud.prefill_s(0, 64) == pytest.approx(quiet.prefill_s(0, 64), rel=0.1)
+
+
+def test_the_first_touch_of_memory_does_not_count() -> None:
+    class Untouched(TimedWorker):
+        """A page that nobody has written takes ten times as long."""
+
+        def execute(self, batch: ScheduledBatch) -> StepResult:
+            row = batch.rows[0]
+            place = (row.start, len(row.tokens), row.num_layers)
+            if place not in self.rows:
+                self.clock.pass_time(0.01)
+            return super().execute(batch)
+
+    slow, plain = measured(Untouched(1e-5)), measured(TimedWorker(1e-5))
+    for start, end in ((0, 16), (0, 512), (4096, 4160), (0, 8192)):
+        assert slow.prefill_s(start, end) == pytest.approx(plain.prefill_s(start, end), rel=0.01)
 
 
 @pytest.mark.parametrize("token_s", [1e-5, 1e-3, 1e-2, 1.0])
