@@ -9,6 +9,9 @@ leaves. Beside the chosen policy the least-recently-used baseline runs, and what
 budget could exceed is computed (benchmarks/replaying/bound.py). Rates are shares of all prompt
 tokens of the trace. docs/replay.md explains the figures and has those of a public trace.
 
+With --host-budget or --disk-budget what is evicted from the device can come back from slower tiers
+(benchmarks/replaying/slower.py); the device alone is replayed beside it.
+
 No model runs and no time is simulated: requests come one after the other.
 """
 
@@ -21,8 +24,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +36,11 @@ from replaying.plot import Curve, PlotError, write_plot
 from replaying.pools import Pools, infinite_bytes, split
 from replaying.sample import write_sample
 from replaying.schemas import SCHEMAS
+from replaying.slower import SlowTier
 from replaying.trace import TraceError, TraceRequest, read_trace
 from replaying.world import CHUNK, Outcome, World
 
-from statewise.radix import CacheSchema, checkpoint_policy
+from statewise.radix import CacheSchema, Tier, checkpoint_policy
 from statewise.radix.policy import EVICTION_POLICIES
 
 WINDOW_SHARE = 0.125  # window tokens kept for each history token
@@ -54,18 +58,22 @@ class Settings:
     checkpoints: str
     interval: int
     tokens_per_s: float
+    slow: Mapping[Tier, SlowTier] = field(default_factory=dict)
 
     def pools(self, policy: str) -> Pools:
         """Pools of a policy: one that drops all groups together has as many pages of each."""
         whole = EVICTION_POLICIES[policy].whole_leaves
         return split(self.schema, self.budget_bytes, 1.0 if whole else self.window_share, CHUNK)
 
-    def replay(self, policy: str, trace: Sequence[TraceRequest]) -> tuple[Outcome, float]:
-        """Run the trace; returns the sums and the seconds it took."""
+    def replay(
+        self, policy: str, trace: Sequence[TraceRequest], *, tiers: bool = False
+    ) -> tuple[Outcome, float]:
+        """Run the trace, with slower tiers or without; returns the sums and the seconds it took."""
         placed = checkpoint_policy(self.checkpoints, self.interval)
         pools = self.pools(policy)
-        world = World(self.schema, pools.num_blocks, policy, placed, self.tokens_per_s)
-        shown = Progress(policy, len(trace))
+        slow = self.slow if tiers else {}
+        world = World(self.schema, pools.num_blocks, policy, placed, self.tokens_per_s, slow)
+        shown = Progress(f"{policy} with slower tiers" if slow else policy, len(trace))
         started = time.perf_counter()
         outcome = world.replay(trace, shown)
         return outcome, time.perf_counter() - started
@@ -99,13 +107,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint-interval", type=int, default=4096, help="tokens, for spaced")
     add("--window-share", type=float, default=WINDOW_SHARE, help="window tokens a history token")
     add("--tokens-per-s", type=float, default=10_000.0, help="prefill rate the planner assumes")
+    add("--host-budget", type=float, default=0.0, help="the same share for host memory")
+    add("--disk-budget", type=float, default=0.0, help="the same share for a disk")
+    add("--host-gb-per-s", type=float, default=8.0, help="what the planner assumes of host memory")
+    add("--disk-gb-per-s", type=float, default=2.0, help="what the planner assumes of the disk")
     add("--requests", type=int, default=0, help="only the first N")
     add("--json", type=Path, help="where figures go")
     add("--plot", type=Path, help="where curves go; .svg needs nothing, else matplotlib")
     args = parser.parse_args(argv)
     if not 0.0 < args.budget <= 1.0:
         parser.error(f"--budget {args.budget} is no share in (0, 1]")
+    for name in ("host", "disk"):
+        share, rate = getattr(args, f"{name}_budget"), getattr(args, f"{name}_gb_per_s")
+        if share < 0.0:
+            parser.error(f"--{name}-budget {share} is less than nothing")
+        if rate <= 0.0:
+            parser.error(f"--{name}-gb-per-s {rate} is no rate")
     return args
+
+
+def slower_tiers(args: argparse.Namespace, whole_bytes: int) -> dict[Tier, SlowTier]:
+    """The slower tiers asked for."""
+    schema = SCHEMAS[args.schema]()
+    found = {}
+    for tier, share, rate in (
+        (Tier.HOST, args.host_budget, args.host_gb_per_s),
+        (Tier.DISK, args.disk_budget, args.disk_gb_per_s),
+    ):
+        if share:
+            pools = split(schema, int(whole_bytes * share), args.window_share, CHUNK)
+            found[tier] = SlowTier(pools.num_blocks, rate * 1e9)
+    return found
 
 
 def load(args: argparse.Namespace) -> list[TraceRequest]:
@@ -118,7 +150,9 @@ def load(args: argparse.Namespace) -> list[TraceRequest]:
         return read_trace(path, args.requests)
 
 
-def measure(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[dict[str, Any], Any]:
+def measure(
+    args: argparse.Namespace, trace: list[TraceRequest]
+) -> tuple[dict[str, Any], list[Curve]]:
     """Figures by name, and the curves."""
     schema = SCHEMAS[args.schema]()
     infinite = infinite_cache(trace, schema.page_size)
@@ -130,11 +164,15 @@ def measure(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[dict[s
         args.checkpoint_policy,
         args.checkpoint_interval,
         args.tokens_per_s,
+        slower_tiers(args, whole_bytes),
     )
     pools = settings.pools(args.policy)
     bound = best_hits(trace, pools.history_blocks)
-    outcome, seconds = settings.replay(args.policy, trace)
-    baseline = outcome
+    outcome, seconds = settings.replay(args.policy, trace, tiers=True)
+    device_only = outcome
+    if settings.slow:
+        device_only, _ = settings.replay(args.policy, trace)
+    baseline = device_only
     if args.policy != BASELINE:
         baseline, _ = settings.replay(BASELINE, trace)
     names = [spec.name for spec in schema.groups]
@@ -162,20 +200,36 @@ def measure(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[dict[s
         "seconds": seconds,
         "environment": environment(),
     }
-    return figures, curves(trace, bound, outcome, baseline)
+    lines = {
+        "optimal bound": bound,
+        args.policy: device_only.used_so_far,
+        "lru": baseline.used_so_far,
+    }
+    if settings.slow:
+        figures["tiers"] = {
+            "budgets": {"device": args.budget, "host": args.host_budget, "disk": args.disk_budget},
+            "reuse_rate_by_tier": {
+                "device": outcome.rate(outcome.reused),
+                **{
+                    t.name.lower(): outcome.rate(outcome.loaded[t.name.lower()])
+                    for t in settings.slow
+                },
+            },
+            "reuse_rate": outcome.rate(outcome.used),
+            "device_only_reuse_rate": device_only.rate(device_only.reused),
+        }
+        lines = {"with slower tiers": outcome.used_so_far, **lines}
+    return figures, curves(trace, lines)
 
 
-def curves(
-    trace: list[TraceRequest], bound: list[int], outcome: Outcome, baseline: Outcome
-) -> list[tuple[str, list[float]]]:
-    """Cumulative rates."""
+def curves(trace: list[TraceRequest], lines: Mapping[str, list[int]]) -> list[Curve]:
+    """Cumulative rates of cumulative tokens."""
     prompt, so_far = 0, []
     for request in trace:
         prompt += request.prompt_len
         so_far.append(prompt)
-    lines = {"optimal bound": bound, "policy": outcome.reused_so_far, "lru": baseline.reused_so_far}
     return [
-        (name, [hit / total for hit, total in zip(hits, so_far, strict=True)])
+        Curve(name, [hit / total for hit, total in zip(hits, so_far, strict=True)])
         for name, hits in lines.items()
     ]
 
@@ -203,6 +257,13 @@ def show(figures: dict[str, Any]) -> None:
         print(f"  {name:30} {figures[name]:.4f}")
     for name in ("recomputed_tokens", "repaired_tokens", "seconds"):
         print(f"  {name:30} {figures[name]:,.0f}")
+    tiers = figures.get("tiers")
+    if tiers is not None:
+        print("with slower tiers, effective reuse by tier")
+        for name, rate in tiers["reuse_rate_by_tier"].items():
+            print(f"  {name:30} {rate:.4f}")
+        print(f"  {'all':30} {tiers['reuse_rate']:.4f}")
+        print(f"  {'device only':30} {tiers['device_only_reuse_rate']:.4f}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,9 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         if args.plot is not None:
-            named = [Curve(args.policy if n == "policy" else n, values) for n, values in lines]
             title = f"{args.schema}, {args.budget:.0%} of the endless cache's bytes"
-            write_plot(args.plot, title, named)
+            write_plot(args.plot, title, lines)
     except (TraceError, PlotError, ValueError, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,13 @@
 """One trace through the real prefix cache: tree, validation, planner, pools, policies; no tensors.
 
 Requests run one after the other, in the trace's order. Each does what the scheduler would do for
-it: look up, begin, run the plan's replays, compute the rest in chunks that end at the positions of
-the checkpoint policy, publish, finish. Blocks are numbers; what a kernel would write is not there.
+it: look up, load what slower tiers offer, begin, run the plan's replays, compute the rest in chunks
+that end at the positions of the checkpoint policy, publish, finish. Blocks are numbers; what a
+kernel would write is not there.
 
     effective reuse   tokens used as they stood
     repaired          tokens below the resume position that replays computed
+    loaded            tokens that a slower tier gave back, by tier
     recomputed        tokens that matched, and were computed all the same
 
 A prompt larger than the pools is computed without the cache.
@@ -16,16 +18,26 @@ This module does not read traces and does not know bounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from replaying.slower import SlowerTiers, SlowTier
 from replaying.trace import TraceRequest
-from statewise.radix import CacheSchema, CheckpointPolicy, CostModel, Prefill, StaleMatchError
+from statewise.radix import (
+    CacheSchema,
+    CheckpointPolicy,
+    CostModel,
+    Prefill,
+    StaleMatchError,
+    Tier,
+    TierCost,
+)
 from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.prefix_cache import PrefixCache
+from statewise.runtime.cache.promotion import Promotion
 from statewise.runtime.cache.sequence import Sequence as Run
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.messages import CacheOptions
@@ -44,11 +56,17 @@ class Outcome:
     logical: int = 0
     reused: int = 0
     repaired: int = 0
+    loaded: Counter[str] = field(default_factory=Counter)  # by tier
     recomputed: int = 0
     too_large: int = 0  # requests
-    reused_so_far: list[int] = field(default_factory=list)  # after each request
+    used_so_far: list[int] = field(default_factory=list)  # after each request
     levels: Counter[str] = field(default_factory=Counter)
     limited_by: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def used(self) -> int:
+        """Tokens used as they stood or as they came back."""
+        return self.reused + self.loaded.total()
 
     def rate(self, tokens: int) -> float:
         """Share of all prompt tokens."""
@@ -65,10 +83,16 @@ class World:
         policy: str,
         checkpoints: CheckpointPolicy,
         tokens_per_s: float,
+        slow: Mapping[Tier, SlowTier] | None = None,
     ) -> None:
+        """`slow`: the slower tiers, none by default."""
         cost = CostModel.uniform(schema.num_layers, tokens_per_s, chunk=CHUNK)
+        if slow:
+            rates = {tier: TierCost(one.bytes_per_s) for tier, one in slow.items()}
+            cost = replace(cost, tiers=rates)
         self.schema = schema
         self.cache = PrefixCache(schema, num_blocks, cost, policy=policy)
+        self.slower = SlowerTiers(self.cache, slow) if slow else None
         self.checkpoints = checkpoints
         self.outcome = Outcome()
 
@@ -78,7 +102,7 @@ class World:
             self.outcome.prompt += request.prompt_len
             if request.blocks:
                 self._serve(request)
-            self.outcome.reused_so_far.append(self.outcome.reused)
+            self.outcome.used_so_far.append(self.outcome.used)
             progress(index + 1)
         self.cache.audit()
         return self.outcome
@@ -87,12 +111,32 @@ class World:
         tokens = request.tokens()
         limit = min(len(tokens), request.prompt_len - 1)
         lookup = self.cache.lookup(EVERYONE, tokens, limit)
+        promotion = self._load(lookup)
+        loaded: Mapping[int, Tier] = {}
+        if promotion is not None:
+            loaded = promotion.loaded
+            lookup = self.cache.lookup(EVERYONE, tokens, limit)
         try:
-            self._run(tokens, lookup)
+            self._run(tokens, lookup, promotion)
         except (OutOfBlocksError, StaleMatchError):
             self._without_replays(tokens, limit)
             return
-        self._count(lookup)
+        finally:
+            if self.slower is not None:
+                self.slower.settle()
+        self._count(lookup, loaded)
+
+    def _load(self, lookup: Lookup) -> Promotion | None:
+        """Have what slower tiers offer copied back; None where there is nothing, or no room."""
+        if self.slower is None or lookup.offer is None:
+            return None
+        try:
+            promotion = self.cache.promote(lookup)
+        except OutOfBlocksError:
+            return None
+        self.slower.settle()
+        assert promotion.is_done, "copies end when the world waits for them"
+        return promotion
 
     def _without_replays(self, tokens: Int32, limit: int) -> None:
         """Once more, as the scheduler does: the state that a replay counted on has gone."""
@@ -102,10 +146,11 @@ class World:
         except (OutOfBlocksError, StaleMatchError):
             self.outcome.too_large += 1
             return
-        self._count(lookup)
+        self._count(lookup, {})
 
-    def _count(self, lookup: Lookup) -> None:
-        report, sums = lookup.report(), self.outcome
+    def _count(self, lookup: Lookup, loaded: Mapping[int, Tier]) -> None:
+        report, sums = lookup.report(loaded), self.outcome
+        sums.loaded.update(report.loaded_from)
         sums.logical += report.matched
         sums.reused += report.reused
         sums.repaired += report.repaired
@@ -116,15 +161,21 @@ class World:
 
     # ---------------------------------------------------------------- one request
 
-    def _run(self, tokens: Int32, lookup: Lookup) -> None:
-        run = self.cache.begin(lookup, len(tokens))
+    def _run(self, tokens: Int32, lookup: Lookup, promotion: Promotion | None = None) -> None:
+        try:
+            run = self.cache.begin(lookup, len(tokens))
+        finally:
+            if promotion is not None and self.slower is not None:
+                self.slower.tiering.promotions.release(promotion)
         try:
             self._recover(run, tokens, lookup)
             self._compute(run, tokens, lookup)
         except (OutOfBlocksError, StaleMatchError):
             self.cache.cancel(run)
             raise
-        self.cache.finish(run, tokens, len(tokens))
+        page = self.schema.page_size
+        again = len(lookup.match.key) // page * page if lookup.match is not None else 0
+        self.cache.finish(run, tokens, len(tokens), resume_at=again)
         self.cache.take_copies()
 
     def _recover(self, run: Run, tokens: Int32, lookup: Lookup) -> None:

@@ -48,10 +48,10 @@ def build_report(
     limiting = ""
     if plan.limiting_group is not None:
         limiting = match.schema.groups[plan.limiting_group].name
-    repaired = _replayed(plan)
-    page = match.schema.page_size
-    by_tier = _by_tier(loaded, position // page, page)
-    num_loaded = min(sum(by_tier.values()), position - repaired)
+    replayed = _replayed(plan)
+    repaired = sum(end - start for start, end in replayed)
+    by_tier = _by_tier(loaded, position // match.schema.page_size, match.schema.page_size, replayed)
+    num_loaded = sum(by_tier.values())
     level = plan.level.value if matched else "none"
     if num_loaded and plan.level is Level.DIRECT:
         level = Level.LOAD.value
@@ -77,13 +77,17 @@ def _matched(match: Match, plan: RecoveryPlan) -> int:
     return max(match.logical_tokens, plan.position)
 
 
-def _by_tier(loaded: Mapping[int, Tier], num_pages: int, page_size: int) -> dict[str, int]:
-    """Tokens on loaded pages that are used, by the tier they came from."""
+def _by_tier(
+    loaded: Mapping[int, Tier], num_pages: int, page_size: int, replayed: list[tuple[int, int]]
+) -> dict[str, int]:
+    """Tokens on loaded pages that are used as they came, by the tier they came from."""
     counts: dict[str, int] = {}
     for page, tier in sorted(loaded.items()):
-        if page < num_pages:
+        start, end = page * page_size, (page + 1) * page_size
+        again = sum(max(0, min(end, e) - max(start, s)) for s, e in replayed)
+        if page < num_pages and again < page_size:
             name = tier.name.lower()
-            counts[name] = counts.get(name, 0) + page_size
+            counts[name] = counts.get(name, 0) + page_size - again
     return counts
 
 
@@ -93,13 +97,15 @@ def _whence(by_tier: Mapping[str, int]) -> str:
     return f"; copied back: {' and '.join(parts)}" if parts else ""
 
 
-def _replayed(plan: RecoveryPlan) -> int:
-    """Tokens below the resume position that at least one replay computes."""
-    total, seen = 0, 0
+def _replayed(plan: RecoveryPlan) -> list[tuple[int, int]]:
+    """Spans of tokens below the resume position that at least one replay computes, disjoint."""
+    spans: list[tuple[int, int]] = []
+    seen = 0
     for replay in sorted(plan.replays, key=lambda r: r.start):
-        total += max(0, replay.end - max(replay.start, seen))
-        seen = max(seen, replay.end)
-    return total
+        if replay.end > seen:
+            spans.append((max(replay.start, seen), replay.end))
+            seen = replay.end
+    return spans
 
 
 def _reason(match: Match, plan: RecoveryPlan, prompt_len: int, repaired: int, limiting: str) -> str:

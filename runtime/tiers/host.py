@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from statewise.radix.segment import Tier
 from statewise.runtime.tiers.buffers import Bytes, Row, allocate
@@ -58,6 +59,13 @@ class _GroupSlots:
     def num_slots(self) -> int:
         return len(self.rows)
 
+    def unread(self, count: int) -> list[_Kept]:
+        """The least recently used pages that nobody reads, at most `count`; looks at no more."""
+        if count <= 0:
+            return []
+        unread = (kept for kept in self.order.values() if kept.slot not in self.readers)
+        return list(islice(unread, count))
+
     def row(self, owner: object, slot: int) -> Row:
         return Row(owner, slot, self.rows[slot], self.shape.block_bytes, self.shape.name)
 
@@ -88,10 +96,12 @@ class HostTier:
         shapes: Sequence[GroupShape],
         num_slots: Sequence[int],
         pin: Callable[[Bytes], None] | None = None,
+        memory: Callable[[int], Bytes] = allocate,
     ) -> None:
+        """`memory` gives a group's buffer of so many bytes."""
         self._groups: dict[str, _GroupSlots] = {}
         for shape, count in zip(shapes, num_slots, strict=True):
-            buffer = allocate(count * shape.row_bytes)
+            buffer = memory(count * shape.row_bytes)
             if pin is not None:
                 pin(buffer)
             rows = buffer.reshape(count, shape.row_bytes)
@@ -195,11 +205,8 @@ class HostTier:
         """See `TierStore`. Evicts the group's oldest pages where it must."""
         with self._lock:
             slots = self._groups[group]
-            for handle in list(slots.order):
-                if len(slots.free) >= count:
-                    break
-                if slots.order[handle].slot not in slots.readers:
-                    self._evict(slots.order[handle])
+            for kept in slots.unread(count - len(slots.free)):
+                self._evict(kept)
             taken = [slots.free.pop() for _ in range(min(count, len(slots.free)))]
             return [slots.row(self, slot) for slot in sorted(taken)]
 

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from statewise.radix import CheckpointPolicy
+from statewise.radix import CheckpointPolicy, Tier
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 KEYS = {
@@ -156,6 +156,33 @@ def test_a_cache_that_holds_everything_reuses_what_the_endless_one_does(tmp_path
     pages = infinite.num_blocks * 512 // schema.page_size
     world = part("world").World(schema, (pages,), "value", CheckpointPolicy(), 1e4)
     assert world.replay(trace, lambda _: None).reused == infinite.hit_tokens
+
+
+@pytest.mark.parametrize(("schema_name", "share"), [("smollm2_135m", 0.2), ("gemma3_270m", 0.05)])
+def test_what_left_the_device_comes_back_from_a_disk_that_holds_everything(
+    tmp_path: Path, schema_name: str, share: float
+) -> None:
+    trace = part("trace").read_trace(sample(tmp_path))
+    schema = getattr(part("schemas"), schema_name)()
+    infinite = part("bound").infinite_cache(trace, schema.page_size)
+    whole = part("pools").infinite_bytes(schema, infinite)
+    few, all_ = (
+        part("pools").split(schema, int(whole * part_of_all), 0.125, 2048).num_blocks
+        for part_of_all in (share, 1.0)
+    )
+    slow = {
+        Tier.HOST: part("slower").SlowTier(few, 8e9),
+        Tier.DISK: part("slower").SlowTier(all_, 2e9),
+    }
+    alone = part("world").World(schema, few, "value", CheckpointPolicy(), 1e4)
+    alone.replay(trace, lambda _: None)
+    world = part("world").World(schema, few, "value", CheckpointPolicy(), 1e4, slow)
+    outcome = world.replay(trace, lambda _: None)
+    assert outcome.used > alone.outcome.used
+    assert set(outcome.loaded) == {"host", "disk"}
+    assert outcome.logical == outcome.used + outcome.repaired + outcome.recomputed
+    assert outcome.used + outcome.repaired == infinite.hit_tokens
+    assert bool(outcome.repaired) == (schema.num_groups > 1), "a first branch lacks its window"
 
 
 def test_v4_flash_history_costs_what_its_configuration_says() -> None:
