@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from statewise.radix.key import Namespace, TokenKey
 from statewise.radix.need import (
+    needed_ranges,
     needs_snapshot,
     sink_pages,
     snapshot_boundaries,
@@ -81,6 +82,7 @@ class Match:
     __slots__ = (
         "_best",
         "_cache",
+        "_pairs",
         "history_whole_pages",
         "key",
         "logical_pages",
@@ -93,6 +95,7 @@ class Match:
         "stamps",
         "starts",
         "version",
+        "whole_at_end",
     )
 
     def __init__(
@@ -117,6 +120,8 @@ class Match:
         self.slow_snapshots: Mapping[tuple[int, int], Tier] = {}  # (group, boundary) -> tier
         self._cache: dict[tuple[str, int, bool], Bool] = {}
         self._best: tuple[int, int] | None = None
+        self._pairs: dict[int, tuple[int, int, Int32]] = {}  # group -> (lo, hi, joined)
+        self.whole_at_end = False  # every group is known to be whole at the logical end
 
     @property
     def logical_tokens(self) -> int:
@@ -140,6 +145,39 @@ class Match:
     def generations(self, group: int) -> Int32:
         """[logical_pages] generations of these blocks when they were written."""
         return self._rows(group, GENERATION)
+
+    def pairs(self, group: int, lo: int, hi: int) -> Int32:
+        """[2, hi - lo] blocks and generations of pages [lo, hi), which the match must have.
+
+        Joined once: validation compares and page tables are filled from the same array. Not to be
+        written to.
+        """
+        known = self._pairs.get(group)
+        if known is None or lo < known[0] or hi > known[1]:
+            known = self._pairs[group] = (lo, hi, self._join(group, lo, hi))
+        first, end, joined = known
+        return joined if lo == first and hi == end else joined[:, lo - first : hi - first]
+
+    def lay_out(self, position: int) -> None:
+        """Join what a resume at `position` (tokens) reads, as `pairs` hands it out."""
+        size = self.schema.page_size
+        for group, spec in enumerate(self.schema.groups):
+            if not spec.kind.is_snapshot:
+                for lo, hi in needed_ranges(spec, position, size):
+                    self.pairs(group, lo, hi)
+
+    def _join(self, group: int, lo: int, hi: int) -> Int32:
+        parts = []
+        for start, segments in zip(reversed(self.starts), reversed(self.segments), strict=True):
+            if start < hi:
+                table = segments[group].table
+                parts.append(table[: GENERATION + 1, max(lo - start, 0) : hi - start])
+            if start <= lo:
+                break
+        if len(parts) == 1:
+            return parts[0]
+        parts.reverse()
+        return np.concatenate(parts, axis=1) if parts else np.empty((2, 0), dtype=np.int32)
 
     def seqs(self, group: int) -> Int32:
         """[logical_pages] write sequence numbers."""
@@ -296,6 +334,7 @@ class Match:
 
     def _deepest(self, after_load: bool) -> int:
         if self.history_whole_pages == self.logical_pages and self._trailing_whole():
+            self.whole_at_end = True
             return self.logical_pages
         both = np.ones(self.logical_pages + 1, dtype=np.bool_)
         for group in range(self.schema.num_groups):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from statewise.radix.match import Match
 from statewise.radix.need import needs_snapshot
-from statewise.radix.segment import GENERATION, NUM_ROWS, SLOW_BLOCK, SLOW_TIER, Int32
+from statewise.radix.segment import NUM_ROWS, SLOW_BLOCK, SLOW_TIER, Int32
 
 Int8 = NDArray[np.int8]
 UInt64 = NDArray[np.uint64]
@@ -30,23 +30,6 @@ def table(match: Match, group: int) -> Int32:
         return np.empty((NUM_ROWS, 0), dtype=np.int32)
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     return joined[:, : match.logical_pages]
-
-
-def pairs(match: Match, group: int, lo: int, hi: int) -> Int32:
-    """[2, hi - lo] blocks and generations of pages [lo, hi), which the match must have."""
-    parts = []
-    end = match.logical_pages
-    for start, segments in zip(reversed(match.starts), reversed(match.segments), strict=True):
-        if start < hi:
-            first = max(lo - start, 0)
-            parts.append(segments[group].table[: GENERATION + 1, first : min(end, hi) - start])
-        if start <= lo:
-            break
-        end = start
-    if len(parts) == 1:
-        return parts[0]
-    parts.reverse()
-    return np.concatenate(parts, axis=1) if parts else np.empty((2, 0), dtype=np.int32)
 
 
 def is_whole(match: Match, group: int, lo: int, hi: int) -> bool:

@@ -394,9 +394,10 @@ class RadixTree:
         spare = list(self.trailing.evictable)
         for node, size in zip(match.nodes, match.node_sizes(), strict=True):
             if not node.protect and self.topology.holds(node):
+                whole = size >= node.num_pages
                 for group in self.topology.history:
-                    part = node.segments[group].part(0, min(size, node.num_pages))
-                    spare[group] -= part.num_present
+                    segment = node.segments[group]
+                    spare[group] -= (segment if whole else segment.part(0, size)).num_present
         return tuple(spare)
 
     def evict(self, group: int, num_blocks: int) -> Freed:

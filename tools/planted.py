@@ -51,6 +51,20 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{CACHE}::test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most",),
     ),
     Mutant(
+        "f1 a whole hit is believed without a look at its blocks",
+        "radix/validation.py",
+        "    return found == written",
+        "    return len(found) == len(written)",
+        (f"{CACHE}::test_f1_any_unreadable_block_of_any_group_costs_recomputing_at_most",),
+    ),
+    Mutant(
+        "f1 page tables take what the pool says now",
+        RECOVERY,
+        "sequence.generations[g][lo:hi] = held[GENERATION]",
+        "sequence.generations[g][lo:hi] = self._pools[g].generations[held[BLOCK]]",
+        ("tests/sim/test_leases.py",),
+    ),
+    Mutant(
         "f2 history may have gaps",
         MATCH,
         "running = np.logical_and.accumulate(good)",

@@ -171,11 +171,16 @@ class PrefixCache:
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
         terminal = self.has_snapshots and granularity == 1
         position = max(match.logical_tokens, match.reuse_position() if terminal else 0)
+        match.lay_out(position)  # for validation, and for the page tables if it passes
         audit = audit and self.audits
         verdicts, passed = self.validity.verdicts(match, position, audit=audit)
         if passed and position % granularity:
             # A resume further back relies on other pages: windows that end there.
             verdicts, _ = self.validity.verdicts(match, None, audit=audit)
+        is_direct = passed and position % granularity == 0
+        if is_direct and self.tiering is None:
+            chosen = self._direct(position, len(tokens))
+            return Lookup(namespace, match, chosen, (), len(tokens), self.version)
         budget = Budget(
             len(tokens),
             granularity,
@@ -185,7 +190,7 @@ class PrefixCache:
             load=False,
             terminal=terminal,
         )
-        if passed and position % granularity == 0:
+        if is_direct:
             chosen = self._direct(position, len(tokens))
             verdicts = ()
         else:
@@ -272,7 +277,10 @@ class PrefixCache:
         sequence.is_recovering = bool(chosen.replays)
         sequence.is_private = not chosen.is_exact
         sequence.last_recall = self.validity.recalls.number
-        self._recovery.adopt(sequence)
+        if chosen.replays:
+            self._recovery.adopt(sequence)
+        else:
+            self._recovery.adopt_match(sequence, sequence.lease.match, chosen.position)
         self._snapshots.begin(sequence, match, chosen.position)
 
     def enter_replay(self, sequence: Sequence, replay: Replay) -> None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix import RadixTree, Written
+from statewise.radix import Match, RadixTree, Written
 from statewise.radix.need import first_token
 from statewise.radix.plan import Replay
 from statewise.radix.schema import CacheSchema
+from statewise.radix.segment import BLOCK, GENERATION
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.copies import CopyQueue
 from statewise.runtime.cache.sequence import Sequence
@@ -55,6 +56,25 @@ class RecoveryExecutor:
     def adopt(self, sequence: Sequence) -> None:
         """Page tables as the tree has them, for a request at its resume position."""
         self._adopt(sequence, windows=True)
+
+    def adopt_match(self, sequence: Sequence, match: Match, position: int) -> None:
+        """Page tables of a request that reuses what `match` found below `position` as it stands.
+
+        Blocks with the generations they were written under: a block that was given away since
+        shows when leases are verified.
+        """
+        page = self.schema.page_size
+        pages = sequence.num_published
+        for g, spec in enumerate(self.schema.groups):
+            if spec.kind.is_snapshot or not pages:
+                continue
+            first = min(first_token(spec, position) // page, pages) if spec.kind.is_window else 0
+            sequence.live_from[g] = first
+            for lo, hi in ((0, min(sequence.sink_pages[g], first)), (first, pages)):
+                if lo < hi:
+                    held = match.pairs(g, lo, hi)
+                    sequence.tables[g][lo:hi] = held[BLOCK]
+                    sequence.generations[g][lo:hi] = held[GENERATION]
 
     def enter(self, sequence: Sequence, replay: Replay) -> None:
         """Lay out window tables for a replay that begins at `replay.start`.

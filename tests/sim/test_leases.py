@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from statewise.runtime.messages import CacheOptions
 from support.engine import VOCAB, Driver, make_schema
 
 PROMPT = [3 + i * 7 % (VOCAB - 3) for i in range(60)]
@@ -27,6 +28,23 @@ def test_a_block_given_away_stops_the_step_before_it_runs(shape: str) -> None:
         with pytest.raises(AssertionError, match=f"{schema.groups[group].name}: a lease is stale"):
             d.core.step()
         assert len(d.batches) == num_steps, "the worker did not run"
+
+
+def test_a_block_given_away_between_lookup_and_begin_stops_the_step() -> None:
+    """Page tables hold the generations that the lookup compared, not the pool's of later."""
+    schema = make_schema("FWF", 8, 12)
+    for group in range(schema.num_groups):
+        d = Driver(schema, (64,) * schema.num_groups, chunked_prefill_size=64)
+        d.serve("first", PROMPT, 2)
+        tokens = np.array(PROMPT, dtype=np.int32)
+        found = d.cache.lookup(CacheOptions(), tokens, len(tokens) - 1)
+        assert found.match is not None
+        assert found.match.is_direct
+        block = int(found.match.blocks(group)[-1])
+        d.cache.pools[group].free(np.array([block], dtype=np.int32))  # what must never happen
+        d.cache.begin(found, len(tokens))
+        with pytest.raises(AssertionError, match=f"{schema.groups[group].name}: a lease is stale"):
+            d.cache.verify_leases()
 
 
 def test_limbo_keeps_blocks_from_being_reused_while_a_step_reads_them() -> None:
