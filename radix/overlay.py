@@ -27,6 +27,7 @@ from statewise.radix.segment import (
     BLOCK,
     DEPENDENCY,
     NUM_ROWS,
+    NUM_SLOW_ROWS,
     SEQ,
     SLOW_BLOCK,
     SLOW_TIER,
@@ -116,7 +117,7 @@ def _lay_over(
     if depends_on is not None:
         source = segments[match.schema.index_of(depends_on)].table[SEQ]
         table[DEPENDENCY, pages] = source[pages]
-    slow = np.full((3, segment.num_pages), -1, dtype=np.int32)
+    slow = np.full((NUM_SLOW_ROWS, segment.num_pages), -1, dtype=np.int32)
     slow[SLOW_TIER, pages] = [tier for tier, _ in inside.values()]
     slow[SLOW_BLOCK, pages] = [handle for _, handle in inside.values()]
     marked = segment.aside.invalid or {}

@@ -32,7 +32,8 @@ Bool = NDArray[np.bool_]
 
 BLOCK, GENERATION, STAMP, SEQ, DEPENDENCY = range(5)
 NUM_ROWS = 5
-SLOW_BLOCK, SLOW_TIER, ORIGIN = range(3)
+SLOW_BLOCK, SLOW_TIER = range(2)
+NUM_SLOW_ROWS = 2
 MIXED = -2  # `Segment.stamp` where pages differ
 SEQ_MASK = 0x7FFFFFFF  # sequence numbers wrap: they are compared for equality only
 
@@ -49,7 +50,7 @@ class Tier(enum.IntEnum):
 class PageAside(NamedTuple):
     """What only some pages have."""
 
-    slow: Int32 | None = None  # [3, num_pages]: block, tier, original device block; -1 for none
+    slow: Int32 | None = None  # [NUM_SLOW_ROWS, num_pages]: handle, tier; -1 for none
     invalid: Mapping[int, int] | None = None  # page -> bit mask of layers that may not be used
     checksums: NDArray[np.uint64] | None = None  # [num_pages, num_layers of the group]
 
@@ -237,7 +238,7 @@ def _join_aside(first: Segment, second: Segment) -> PageAside:
 def _slow_of(segment: Segment) -> Int32:
     if segment.aside.slow is not None:
         return segment.aside.slow
-    return np.full((3, segment.num_pages), -1, dtype=np.int32)
+    return np.full((NUM_SLOW_ROWS, segment.num_pages), -1, dtype=np.int32)
 
 
 def _checksums_of(segment: Segment, width: int) -> NDArray[np.uint64]:

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from statewise.radix import Cause, Match, Namespace, RadixTree, TokenKey
 from statewise.radix.lasting import lasting_pages, lasting_snapshots
 from statewise.radix.overlay import sources_first
-from statewise.runtime.cache.checksums import BlockChecksums
+from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.stored import Names, StoredState
+from statewise.runtime.cache.tier_events import TierEvents
 from statewise.runtime.clock import Clock
-from statewise.runtime.memory.block_pool import BlockPool
 from statewise.runtime.tiers.copies import DevicePage
 from statewise.runtime.tiers.page import PageAddress
 from statewise.runtime.tiers.store import NO_HANDLE, Outcome
@@ -64,20 +64,22 @@ class Demotion:
     def __init__(
         self,
         tree: RadixTree,
-        pools: tuple[BlockPool, ...],
+        blocks: Blocks,
         tiers: Tiers,
         stored: StoredState,
         mirror: Mirror,
-        sums: BlockChecksums,
         clock: Clock,
+        told: TierEvents,
     ) -> None:
-        self._tree, self._pools, self._tiers, self._sums = tree, pools, tiers, sums
+        self._told = told
+        self._tree, self._tiers = tree, tiers
+        self._pools, self._sums = blocks.pools, blocks.sums
         self._stored, self._mirror, self._clock = stored, mirror, clock
         self._schema = tree.schema
         self._target = next(iter(tiers.stores))
         self._paths: deque[Path] = deque()
         self._open: set[Transfer] = set()
-        self._num_pinned = [0] * len(pools)
+        self._num_pinned = [0] * len(blocks.pools)
         self._paused_until_s = 0.0
 
     @property
@@ -200,6 +202,7 @@ class Demotion:
         for group, blocks in by_group.items():
             room = max(int(PIN_SHARE * self._pools[group].num_blocks), len(blocks))
             if self._num_pinned[group] and self._num_pinned[group] + len(blocks) > room:
+                self._told.demotion_refused(self._target, len(pages), "pins")
                 return False
 
         def ended(transfer: Transfer) -> None:
@@ -211,6 +214,7 @@ class Demotion:
         transfer = self._tiers.demote(self._target, pages, ended)
         if transfer is None:
             self._pin(by_group, -1)
+            self._told.demotion_refused(self._target, len(pages), "queue")
             return False
         self._open.add(transfer)
         return True
@@ -224,14 +228,16 @@ class Demotion:
     def _ended(self, transfer: Transfer, pages: list[DevicePage], generations: list[int]) -> None:
         """Mark what has a copy now; what was evicted meanwhile has one all the same."""
         arrived: list[tuple[int, str]] = []
+        copied = [0] * len(self._pools)
         for page, generation, result in zip(pages, generations, transfer.results, strict=True):
             assert result is not None, "a transfer that is done has results"
             if result.outcome is not Outcome.OK:
                 continue
             arrived.append((result.handle, page.address.group))
-            self._tree.ledger.note(page.group, Cause.MIRROR, 1)
+            copied[page.group] += 1
             if self._pools[page.group].generations[page.block] == generation:
                 self._mirror.mark(page.group, [page.block], [page.address.key])
+        self._tree.ledger.note_all(copied, Cause.MIRROR)
         if not arrived and not transfer.is_cancelled:
             self._paused_until_s = self._clock.monotonic() + REFUSED_PAUSE_S
         self._tiers.pass_on(self._target, arrived)

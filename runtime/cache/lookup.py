@@ -5,7 +5,7 @@ This module does not look anything up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from statewise.radix import Match, Namespace, Tier
@@ -27,6 +27,7 @@ class Lookup:
     prompt_len: int
     tree_version: tuple[int, ...]
     offer: Offer | None = None  # a quicker plan, which loads from slower tiers first
+    why_not: str = ""  # what slower tiers have and is not worth loading
 
     @property
     def position(self) -> int:
@@ -48,12 +49,18 @@ class Lookup:
         """Where trailing state should be kept for the next request; 0: nowhere."""
         return (self.match.branch_position or 0) if self.match is not None else 0
 
-    def report(self, loaded: Mapping[int, Tier] | None = None) -> CacheReport:
-        """Why each prompt token is or is not reused; `loaded` pages were copied back for it."""
+    def report(
+        self, loaded: Mapping[int, Tier] | None = None, faults: Sequence[str] = ()
+    ) -> CacheReport:
+        """Why each prompt token is or is not reused.
+
+        `loaded` pages were copied back for it; `faults` say what did not come back.
+        """
         if self.match is None:
             size = self.prompt_len
             return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
-        return build_report(self.match, self.plan, self.verdicts, self.prompt_len, loaded or {})
+        what = (self.match, self.plan, self.verdicts, self.prompt_len)
+        return build_report(*what, loaded or {}, faults, self.why_not)
 
 
 NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)

@@ -1,8 +1,11 @@
-"""Which device blocks have a copy in a slower tier.
+"""Which device blocks have a copy in a slower tier, and which block a copy was made of.
 
 A block is known by its generation, so a mark is void by itself once the block was freed. A tier
 that drops a page on its own takes the mark away: the page counts as not copied, and may be copied
 again before the device needs its room.
+
+The address of a copy's origin is kept until another page is copied out of that block: after that
+it says nothing, and there are never more of them than blocks.
 
 This module does not copy.
 """
@@ -10,6 +13,7 @@ This module does not copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +57,22 @@ class Mirror:
             group, block = place
             self._marks[group][block] = NEVER
             self._keys[group].pop(block, None)
+
+    def origin(self, key: bytes) -> tuple[int, int] | None:
+        """(group, device block) that the copy of this name was made of, or was loaded into."""
+        return self._places.get(key)
+
+    def dump(self) -> dict[str, list[dict[str, Any]]]:
+        """By group: blocks that copies were made of, and whether the page still lies there."""
+        out: dict[str, list[dict[str, Any]]] = {}
+        for group, pool in enumerate(self._pools):
+            keys = self._keys[group]
+            same = self.has(group, np.array(list(keys), dtype=np.int32))
+            out[pool.group] = [
+                {"block": block, "name": key.hex(), "on_device": there}
+                for (block, key), there in zip(keys.items(), same.tolist(), strict=True)
+            ]
+        return out
 
     def clear(self) -> None:
         """All copies are gone."""

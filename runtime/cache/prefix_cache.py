@@ -114,7 +114,8 @@ class PrefixCache:
     def use_tiers(self, tiers: Tiers, clock: Clock) -> None:
         """Keep state in slower tiers too; the cache owns and closes them."""
         assert self.enabled, "a cache that is off has nothing for slower tiers"
-        self.tiering = Tiering(self.tree, self._blocks, tiers, self._written_by_load, clock)
+        parts = (self.tree, self._blocks, tiers, self._written_by_load, clock, self.events)
+        self.tiering = Tiering(*parts)
         self._blocks.has_copy = self.tiering.mirror.has
         self.tiering.observe(self.cost)
 
@@ -195,10 +196,11 @@ class PrefixCache:
             verdicts = ()
         else:
             chosen = self._planned(match, verdicts, budget)
-        offer = None
+        offer, why_not = None, ""
         if self.tiering is not None:
-            offer = self.tiering.offer(match, verdicts, chosen, budget, self.cost)
-        return Lookup(namespace, match, chosen, verdicts, len(tokens), self.version, offer)
+            offer, why_not = self.tiering.offer(match, verdicts, chosen, budget, self.cost)
+        what = (namespace, match, chosen, verdicts, len(tokens), self.version)
+        return Lookup(*what, offer, why_not)
 
     def _planned(self, match: Match, verdicts: tuple[Verdict, ...], budget: Budget) -> RecoveryPlan:
         """The cheapest plan; a bounded one where that is allowed and cheaper."""
@@ -216,8 +218,8 @@ class PrefixCache:
         seconds = self.cost.model.prefill_s(position, num_tokens) if self.tiering else 0.0
         return RecoveryPlan(position, Level.DIRECT, steps, None, position, total_s=seconds)
 
-    def promote(self, lookup: Lookup) -> Promotion:
-        """Start to load what the lookup's offer names.
+    def promote(self, lookup: Lookup, rid: str = "") -> Promotion:
+        """Start to load what the lookup's offer names, for request `rid`.
 
         Raises `OutOfBlocksError` or `StaleMatchError`; nothing is held then.
         """
@@ -229,7 +231,7 @@ class PrefixCache:
             raise StaleMatchError("the tree has changed since the lookup")
         self.validity.discard(match, lookup.verdicts, "use")
         match = self.tree.match(lookup.namespace, match.key)
-        return self.tiering.promote(match, lookup.offer)
+        return self.tiering.promote(match, lookup.offer, rid)
 
     def _without_faults(self, lookup: Lookup, match: Match) -> Match:
         """Drop what the lookup's verdicts name; returns the match without it.
@@ -585,5 +587,6 @@ class PrefixCache:
     def dump(self, form: str = "json") -> dict[str, Any]:
         """The tree and the pools as JSON-able data; as `text` where `form` is ascii or svg."""
         if form == "json":
-            return {"tree": self.tree.dump(), "pools": self.pool_stats()}
+            slower = {} if self.tiering is None else self.tiering.dump()
+            return {"tree": self.tree.dump(), "pools": self.pool_stats(), **slower}
         return {"text": self.tree.svg() if form == "svg" else self.tree.show()}

@@ -28,6 +28,7 @@ from statewise.radix.plan import RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.stored import Findings
+from statewise.runtime.cache.tier_events import TierEvents
 from statewise.runtime.counters import Labelled, LabelledHistogram
 from statewise.runtime.tiers.copies import LoadPage
 from statewise.runtime.tiers.store import Outcome
@@ -81,6 +82,8 @@ class Promotion:
     is_done: bool = False
     is_wanted: bool = True
     loaded: dict[int, Tier] = field(default_factory=dict)  # pages with loaded state, whence
+    rid: str = ""  # of the request that it is for
+    faults: list[str] = field(default_factory=list)  # what did not come back, in sentences
 
     def blocks(self, group: int) -> Int32:
         """Blocks that are the promotion's own."""
@@ -98,8 +101,10 @@ class Promotions:
         tiers: Tiers,
         mirror: Mirror,
         written: Callable[[], Written],
+        told: TierEvents,
     ) -> None:
         """`written` numbers a hand-over to the tree."""
+        self._told = told
         self._tree, self._blocks, self._tiers, self._mirror = tree, blocks, tiers, mirror
         self._schema = tree.schema
         self._written = written
@@ -113,8 +118,8 @@ class Promotions:
 
     # ---------------------------------------------------------------- begin
 
-    def begin(self, match: Match, offer: Offer) -> Promotion:
-        """Start to load what `offer` names; `match` is what the tree has now.
+    def begin(self, match: Match, offer: Offer, rid: str = "") -> Promotion:
+        """Start to load what `offer` names for request `rid`; `match` is what the tree has now.
 
         Raises `OutOfBlocksError` or `StaleMatchError`; nothing is held then.
         """
@@ -131,8 +136,9 @@ class Promotions:
             self._blocks.take_back(self._tree.release(lease), "condemned")
             raise
         pages = [_Page(g, page, next(taken[g]), key) for g, page, _, _, key in wanted]
-        promotion = Promotion(match, lease, offer.plan, pages)
+        promotion = Promotion(match, lease, offer.plan, pages, rid=rid)
         self.open.add(promotion)
+        self._told.load_begun(rid, offer.plan)
         by_tier: dict[Tier, list[tuple[_Page, LoadPage]]] = {}
         for page, (g, _, tier, handle, key) in zip(pages, wanted, strict=True):
             load = LoadPage(g, page.block, handle, key)
@@ -175,6 +181,8 @@ class Promotions:
             self.loaded_pages.add(tier.name.lower(), names[page.group], result.outcome.value)
             if page.arrived:
                 promotion.loaded.setdefault(page.page, tier)
+        where = [(page.group, page.page) for page in pages]
+        promotion.faults += self._told.load_ended(promotion.rid, transfer, where)
         if transfer.num_ok == transfer.num_pages and transfer.seconds > 0:
             if self.observer is not None:
                 self.observer.observe_load(tier, transfer.size_bytes, transfer.seconds)

@@ -5,17 +5,19 @@ This module only describes a decision that was made elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from statewise.radix import Match
 from statewise.radix.plan import Level, RecoveryPlan
 from statewise.radix.segment import Tier
-from statewise.radix.validation import Verdict
+from statewise.radix.validation import ChainLayer, Verdict
 from statewise.runtime.messages import CacheReport, GroupReport
 
 MAX_VERDICTS = 16
+MAX_FAULTS = 4  # in the sentence for a person
 
 
 def group_reports(match: Match) -> tuple[GroupReport, ...]:
@@ -37,10 +39,13 @@ def build_report(
     verdicts: tuple[Verdict, ...],
     prompt_len: int,
     loaded: Mapping[int, Tier],
+    faults: Sequence[str] = (),
+    why_not: str = "",
 ) -> CacheReport:
     """The report of a request that matched `match` and follows `plan`.
 
-    `loaded` pages came back from slower tiers for it, before it was matched.
+    `loaded` pages came back from slower tiers for it, before it was matched; `faults` say what did
+    not, `why_not` what else they have.
     """
     position = plan.position
     matched = _matched(match, plan)
@@ -66,9 +71,12 @@ def build_report(
         computed=prompt_len - matched,
         level=level,
         limiting_group=limiting,
-        reason=_reason(match, plan, prompt_len, repaired, limiting) + _whence(by_tier),
+        reason=_reason(match, plan, prompt_len, repaired, limiting)
+        + _whence(by_tier)
+        + _damage(match, verdicts)
+        + "".join(f"; {text}" for text in (*faults[:MAX_FAULTS], why_not) if text),
         groups=groups,
-        verdicts=tuple(str(v) for v in verdicts if v.is_fault)[:MAX_VERDICTS],
+        verdicts=(*(str(v) for v in verdicts if v.is_fault), *faults)[:MAX_VERDICTS],
     )
 
 
@@ -95,6 +103,17 @@ def _whence(by_tier: Mapping[str, int]) -> str:
     """Say where loaded state came from."""
     parts = [f"{count} from {tier}" for tier, count in by_tier.items()]
     return f"; copied back: {' and '.join(parts)}" if parts else ""
+
+
+def _damage(match: Match, verdicts: Iterable[Verdict]) -> str:
+    """Say what was found to be damaged on the device."""
+    count: Counter[str] = Counter()
+    for verdict in verdicts:
+        if verdict.is_fault and verdict.layer is ChainLayer.INTEGRITY:
+            name = match.schema.groups[verdict.group].name
+            count[name] += max(len(verdict.pages), 1)
+    parts = [f"{n} {'page' if n == 1 else 'pages'} of {name!r}" for name, n in count.items()]
+    return f"; damaged on the device: {' and '.join(parts)}" if parts else ""
 
 
 def _replayed(plan: RecoveryPlan) -> list[tuple[int, int]]:

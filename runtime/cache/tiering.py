@@ -38,7 +38,9 @@ from statewise.runtime.cache.demotion import Demotion
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.promotion import Offer, Promotion, Promotions
 from statewise.runtime.cache.stored import StoredState
+from statewise.runtime.cache.tier_events import TierEvents
 from statewise.runtime.clock import Clock
+from statewise.runtime.events import EventLog
 from statewise.runtime.tiers.page import GroupShape, PageAddress
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import Transfer
@@ -58,17 +60,19 @@ class Tiering:
         tiers: Tiers,
         written: Callable[[], Written],
         clock: Clock,
+        events: EventLog,
     ) -> None:
         self.tiers = tiers
+        self.told = TierEvents(tree.schema, events)
         self._tree = tree
         self._schema = tree.schema
         self._blocks = blocks
         self._clock = clock
         self.mirror = Mirror(blocks.pools)
         self.stored = StoredState(tree.schema, tiers)
-        parts = (tree, blocks.pools, tiers, self.stored, self.mirror)
-        self.demotion = Demotion(*parts, blocks.sums, clock)
-        self.promotions = Promotions(tree, blocks, tiers, self.mirror, written)
+        parts = (tree, blocks, tiers, self.stored, self.mirror)
+        self.demotion = Demotion(*parts, clock, self.told)
+        self.promotions = Promotions(tree, blocks, tiers, self.mirror, written, self.told)
         self._prefetching: set[Transfer] = set()
 
     def observe(self, cost: CostObserver) -> None:
@@ -89,29 +93,43 @@ class Tiering:
         device_plan: RecoveryPlan,
         budget: Budget,
         cost: CostObserver,
-    ) -> Offer | None:
-        """A plan with loads that is quicker than `device_plan`; None where there is none."""
+    ) -> tuple[Offer | None, str]:
+        """A plan with loads that is quicker than `device_plan`, None where there is none.
+
+        And why what slower tiers have is not worth loading; empty where they have nothing.
+        """
         unit = lcm(budget.granularity, self._schema.page_size)
         if device_plan.position >= len(match.key) // unit * unit:
-            return None  # nothing is left to be loaded
+            return None, ""  # nothing is left to be loaded
         findings = self.stored.look(match, verdicts, unit // self._schema.page_size)
         if not findings.stored:
-            return None
+            return None, ""
         asked = replace(budget, load=True, front=False, terminal=False, max_sync_s=MAX_SYNC_S)
         chosen = plan(overlay(match, findings.stored), verdicts, self._schema, cost.model, asked)
         if not chosen.loads or chosen.total_s >= device_plan.total_s:
-            return None
-        return Offer(chosen, findings)
+            return None, self._declined(findings.stored.num_pages, device_plan, chosen)
+        return Offer(chosen, findings), ""
+
+    def _declined(self, num_pages: int, device: RecoveryPlan, chosen: RecoveryPlan) -> str:
+        """Why what was found up to a page is not loaded; empty where it goes no further."""
+        end = num_pages * self._schema.page_size
+        if end <= device.position:
+            return ""
+        with_loads = f", {chosen.total_s:.3g} s with loads" if chosen.loads else ""
+        return (
+            f"slower tiers have state up to token {end}: computing is estimated to be quicker "
+            f"({device.total_s:.3g} s{with_loads})"
+        )
 
     # ---------------------------------------------------------------- copying back
 
-    def promote(self, match: Match, offer: Offer) -> Promotion:
-        """Start the loads of an offer; waits for those that are quick.
+    def promote(self, match: Match, offer: Offer, rid: str = "") -> Promotion:
+        """Start the loads of an offer for request `rid`; waits for those that are quick.
 
         `match` is the tree's, without what failed validation. Raises `OutOfBlocksError` or
         `StaleMatchError`; nothing is held then.
         """
-        promotion = self.promotions.begin(match, offer)
+        promotion = self.promotions.begin(match, offer, rid)
         if not offer.plan.asynchronous:
             patience = SYNC_PATIENCE * MAX_SYNC_S
             for transfer in list(promotion.waiting_for):
@@ -168,7 +186,9 @@ class Tiering:
     def deliver(self) -> None:
         """Deliver what ended."""
         self.tiers.poll()
-        for dropped in self.tiers.pop_dropped():
+        gone = self.tiers.pop_dropped()
+        self.told.dropped(gone)
+        for dropped in gone:
             if dropped.elsewhere is None:
                 self.mirror.forget(dropped.key)
 
@@ -218,6 +238,10 @@ class Tiering:
             }
             for s in self.tiers.status()
         ]
+
+    def dump(self) -> dict[str, Any]:
+        """What tiers hold, and which device blocks have copies, JSON-able."""
+        return {"tiers": self.status(), "copies": self.mirror.dump()}
 
     def close(self, drain_s: float = 0.0) -> None:
         """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent."""

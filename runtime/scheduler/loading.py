@@ -74,7 +74,7 @@ class Loading:
     def _load(self, request: Request, lookup: Lookup, *, is_alone: bool) -> Reason | None:
         self.release(request)
         try:
-            request.promotion = self._cache.promote(lookup)
+            request.promotion = self._cache.promote(lookup, request.rid)
         except StaleMatchError:
             request.lookup = None
             return "cache", "what it would have loaded has just changed"
@@ -96,7 +96,20 @@ class Loading:
         assert self._tiering is not None
         if promotion.is_done:
             request.loaded.update(promotion.loaded)
+            request.load_faults += promotion.faults
         self._tiering.promotions.release(promotion)
+
+    def admitted(self, request: Request) -> None:
+        """It runs: what was loaded for it is its own, what was not is told."""
+        self.release(request)
+        lookup = request.lookup
+        if self._tiering is None or lookup is None:
+            return
+        if lookup.offer is not None:
+            tried = f"{request.num_loads} loads were tried" if request.num_loads else "no blocks"
+            self._tiering.told.load_declined(request.rid, tried)
+        elif lookup.why_not:
+            self._tiering.told.load_declined(request.rid, lookup.why_not)
 
     def prefetch(self, waiting: dict[str, Request], look: Callable[[Request], Lookup]) -> None:
         """Have what queued requests will want in host memory by the time it is their turn.

@@ -103,6 +103,7 @@ class Request:
         self.promotion: Promotion | None = None  # loads under way, or done and kept for it
         self.num_loads = 0  # promotions so far
         self.loaded: dict[int, Tier] = {}  # pages that were copied back for it
+        self.load_faults: list[str] = []  # what did not come back, in sentences
         self.is_prefetched = False
         self.probe: Transfer | None = None  # what a remote store was asked
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept

@@ -401,10 +401,10 @@ class Scheduler:
             return 0
         request.blocked_reason = request.delayed_by = ""
         request.prefill_target = request.num_tokens
-        self.loading.release(request)
+        self.loading.admitted(request)
         if request.report is None:
             assert request.lookup is not None
-            request.report = request.lookup.report(request.loaded)
+            request.report = request.lookup.report(request.loaded, request.load_faults)
         self.newly_admitted.append(request)
         inflight.add(request)
         return used

@@ -13,6 +13,7 @@ import logging
 import threading
 
 from statewise.runtime.clock import Clock
+from statewise.runtime.events import EventLog
 from statewise.runtime.tiers.store import Counters
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,10 @@ class Health:
         with self._lock:
             if state == self._state:
                 return
-            self._state = state
+            before, self._state = self._state, state
             self._read_failures = 0
             self._retry_at = self._clock.monotonic() + self._retry_s
         self._counters.add("state_changes")
+        EventLog().emit("tier_state", medium=self._name, before=before, after=state, why=why)
         level = logging.INFO if state == ONLINE else logging.WARNING
         logger.log(level, "%s is %s: %s", self._name, state, why)

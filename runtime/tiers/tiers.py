@@ -15,6 +15,7 @@ This module decides nothing about requests: the planner does, with the figures i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from statewise.radix.key import Namespace
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
+from statewise.runtime.events import EventLog
 from statewise.runtime.tiers.body import Bodies, Keys, read_key_file
 from statewise.runtime.tiers.buffers import Bytes
 from statewise.runtime.tiers.copies import BlockIO, Copier, DevicePage, LoadPage
@@ -49,6 +51,7 @@ from statewise.runtime.tiers.transfer import (
 SPILL_SHARE = 0.125  # of the host's slots: copied to disk before they are wanted; at least a step's
 SPILL_PAGES = 256  # looked at each time, per group
 PROBE_PAGES = 64  # addresses of one step
+MAX_REASONS = 8  # of one transfer that an event names
 OnDone = Callable[[Transfer], None]
 
 
@@ -98,6 +101,7 @@ class Tiers:
         self.stores = {store.tier: store for store in sorted(stores, key=lambda s: s.tier)}
         self.engine = engine
         self.counters = Counters()
+        self.events = EventLog()
         self._copier = copier
         self._secret = secret
         self._set_shapes(copier.shapes)
@@ -247,6 +251,9 @@ class Tiers:
         """Deliver what ended (`on_done` has run), and spill the host's oldest pages."""
         ended = self.engine.poll()
         self.version += bool(ended)
+        if self.events.is_on:
+            for transfer in ended:
+                self.events.emit("transfer_ended", **_told(transfer))
         self._spill()
         return ended
 
@@ -301,6 +308,8 @@ class Tiers:
         steps = self._copier.move(source, target, [page for page, _ in wanted])
         transfer = Transfer("spill", target.tier, Priority.DEMOTE, steps, ended)
         if not self.engine.submit(transfer):
+            told = {"tier": target.tier.name.lower(), "num_pages": transfer.num_pages}
+            self.events.emit("demotion_refused", **told, cause="queue")
             ended(transfer)
 
     # ---------------------------------------------------------------- all at once
@@ -341,6 +350,22 @@ class Tiers:
             self.engine.poll()
         for store in self.stores.values():
             store.close()
+
+
+def _told(transfer: Transfer) -> dict[str, object]:
+    """Fields of the event that a transfer has ended."""
+    results = [result for result in transfer.results if result is not None]
+    reasons = dict.fromkeys(result.reason for result in results if result.reason)
+    outcomes = Counter(result.outcome.value for result in results)
+    return {
+        "kind": transfer.kind,
+        "tier": transfer.tier.name.lower(),
+        "num_pages": transfer.num_pages,
+        "num_bytes": transfer.size_bytes,
+        "outcomes": dict(sorted(outcomes.items())),
+        "reasons": list(reasons)[:MAX_REASONS],
+        "seconds": transfer.seconds,
+    }
 
 
 def open_tiers(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from statewise.radix import CostModel, Namespace, Tier, TokenKey
+from statewise.radix import CostModel, CostObserver, Namespace, Tier, TokenKey
 from statewise.radix.cost import TierCost
 from statewise.radix.plan import Level, RecoveryPlan
 from statewise.radix.planner import Budget
@@ -33,6 +33,19 @@ PAGE = 4
 SLOW_TOKENS_PER_S = 10.0
 QUICK, SLOW = 1e12, 1e4  # bytes per second: loads that are waited for, and loads that are not
 PROMPT = [1 + i % 90 for i in range(41)]  # ten pages, and the token that is always computed
+
+
+class Belief(CostObserver):
+    """A cost model that no experience changes."""
+
+    def observe_prefill(self, start: int, end: int, num_layers: int, seconds: float) -> None:
+        """Learn nothing."""
+
+    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
+        """Learn nothing."""
+
+    def observe_queue(self, tier: Tier, seconds: float) -> None:
+        """Learn nothing."""
 
 
 class Scene(Driver):
@@ -73,6 +86,8 @@ class Scene(Driver):
         """Make the planner take computing and loading for this quick."""
         model = CostModel.uniform(self.schema.num_layers, tokens_per_s)
         self.core.use_cost(replace(model, tiers=dict.fromkeys(model.tiers, TierCost(bytes_per_s))))
+        self.cache.cost = Belief(self.cache.cost.model)
+        self.tiering.observe(self.cache.cost)
 
     @property
     def tiering(self) -> Tiering:
@@ -138,7 +153,7 @@ class Scene(Driver):
         key = TokenKey(np.array(prompt[:-1], dtype=np.int32))
         match = self.cache.tree.match(Namespace(), key)
         budget = Budget(len(prompt))
-        return self.tiering.offer(match, (), plan, budget, self.cache.cost)
+        return self.tiering.offer(match, (), plan, budget, self.cache.cost)[0]
 
 
 NO_PLAN = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0, total_s=1e9)

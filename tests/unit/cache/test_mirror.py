@@ -93,3 +93,22 @@ def test_all_marks_can_be_cleared(pools: tuple[BlockPool, BlockPool]) -> None:
     mirror.forget(A)
     mirror.mark(0, [1], [A])
     assert mirror.has(0, array(1))[0]
+
+
+def test_the_address_of_a_copys_origin_is_kept_until_the_block_is_anothers(
+    pools: tuple[BlockPool, BlockPool],
+) -> None:
+    mirror, pool = Mirror(pools), pools[1]
+    (block,) = pool.allocate(1).tolist()
+    mirror.mark(1, [block], [A])
+    assert mirror.origin(A) == (1, block)
+    pool.free(array(block))
+    assert mirror.origin(A) == (1, block), "only the copy is left, and where it came from"
+    gone = {"block": block, "name": A.hex(), "on_device": False}
+    assert mirror.dump() == {"full": [], "window": [gone]}
+    pool.allocate(1)
+    mirror.mark(1, [block], [B])
+    assert (mirror.origin(A), mirror.origin(B)) == (None, (1, block))
+    assert mirror.dump()["window"] == [{"block": block, "name": B.hex(), "on_device": True}]
+    mirror.forget(B)
+    assert mirror.dump() == {"full": [], "window": []}

@@ -9,6 +9,7 @@ from statewise.radix import Tier
 from statewise.radix.segment import (
     BLOCK,
     MIXED,
+    NUM_SLOW_ROWS,
     SLOW_BLOCK,
     SLOW_TIER,
     PageAside,
@@ -53,7 +54,7 @@ def test_operations_leave_the_original_alone() -> None:
 
 
 def test_aside_follows_its_pages() -> None:
-    slow = np.full((3, 3), -1, np.int32)
+    slow = np.full((NUM_SLOW_ROWS, 3), -1, np.int32)
     slow[SLOW_BLOCK, 2], slow[SLOW_TIER, 2] = 7, Tier.HOST
     sums = np.arange(6, dtype=np.uint64).reshape(3, 2)
     made = segment([1, 2, -1]).with_aside(PageAside(slow, {1: 0b10}, sums))

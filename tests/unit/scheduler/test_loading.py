@@ -89,7 +89,7 @@ def test_a_request_that_finds_no_blocks_does_without_a_load(
     """Nothing runs that could give blocks: it computes, as if nothing were stored."""
     scene = stored_scene()
 
-    def no_blocks(_lookup: Lookup) -> Promotion:
+    def no_blocks(_lookup: Lookup, _rid: str) -> Promotion:
         raise OutOfBlocksError("full", 10, 9)
 
     monkeypatch.setattr(scene.cache, "promote", no_blocks)
@@ -107,10 +107,10 @@ def test_a_load_whose_state_has_just_changed_is_looked_up_again(
     scene = stored_scene()
     promote, failures = scene.cache.promote, iter([True, False])
 
-    def stale_once(lookup: Lookup) -> Promotion:
+    def stale_once(lookup: Lookup, rid: str) -> Promotion:
         if next(failures):
             raise StaleMatchError("injected")
-        return promote(lookup)
+        return promote(lookup, rid)
 
     monkeypatch.setattr(scene.cache, "promote", stale_once)
     outcome = scene.add("later", PROMPT, 2)
