@@ -110,7 +110,9 @@ class Session:
             with_text=bool(rest.pop("return_text_in_logprobs", False)),
         )
         cache = self._messages.CacheOptions(
-            salt=rest.pop("cache_salt", ""), checkpoint=bool(rest.pop("checkpoint", False))
+            salt=rest.pop("cache_salt", ""),
+            checkpoint=bool(rest.pop("checkpoint", False)),
+            exact=bool(rest.pop("exact", False)),
         )
         priority = rest.pop("priority", 0)
         if rest:

@@ -8,11 +8,14 @@
     tail       TAIL                 raw projections at one position
     recurrent  RECURRENT            state at one position
     demoted    any of them          only in a slower tier, with its kind and device address
+    quantised  FULL, COMPRESSED,    only in a slower tier, at fewer bits: what comes back is close
+               WINDOW, CHUNKED      to what left (`lossy`); never loaded, only dequantised
     absent     any of them          nothing
 
 A group's blocks have one device form, that of its kind; a block of another form handed to the
-group raises `FormError`, and so does a change that the table does not name. Changes are counted
-by group and cause, and told to an `EventSink` if there is one.
+group raises `FormError`, and so does a change that the table does not name, or that loses bits of
+a group whose state is exact. Changes are counted by group and cause, and told to an `EventSink` if
+there is one.
 
 This module changes nothing itself, and writes no log.
 """
@@ -40,6 +43,7 @@ class Form(enum.Enum):
     TAIL = "tail"
     RECURRENT = "recurrent"
     DEMOTED = "demoted"
+    QUANTISED = "quantised"
 
 
 class Cause(enum.Enum):
@@ -56,6 +60,8 @@ class Cause(enum.Enum):
     DEMOTE = "demote"  # only the copy in a slower tier stays
     MIRROR = "mirror"  # a slower tier got a copy
     LOAD = "load"  # came back from a slower tier
+    QUANTISE = "quantise"  # a slower tier got a copy at fewer bits
+    DEQUANTISE = "dequantise"  # came back from such a copy: approximate from here on
 
 
 class FormError(ValueError):
@@ -78,9 +84,11 @@ DEVICE = "device"  # stands for the form of the group's kind
 TRANSITIONS: dict[tuple[str, Cause], str] = {
     ("absent", Cause.PUBLISH): DEVICE,
     ("absent", Cause.LOAD): DEVICE,  # found in a tier that outlived the tree
+    ("absent", Cause.DEQUANTISE): DEVICE,
     (DEVICE, Cause.REPLACE): DEVICE,
     (DEVICE, Cause.MARK): DEVICE,
     (DEVICE, Cause.MIRROR): DEVICE,
+    (DEVICE, Cause.QUANTISE): DEVICE,
     (DEVICE, Cause.DEMOTE): "demoted",
     (DEVICE, Cause.EVICT): "absent",
     (DEVICE, Cause.DROP): "absent",
@@ -90,7 +98,16 @@ TRANSITIONS: dict[tuple[str, Cause], str] = {
     ("demoted", Cause.EVICT): "absent",
     ("demoted", Cause.DROP): "absent",
     ("demoted", Cause.FLUSH): "absent",
+    ("quantised", Cause.DEQUANTISE): DEVICE,
+    ("quantised", Cause.PUBLISH): DEVICE,
+    ("quantised", Cause.EVICT): "absent",
+    ("quantised", Cause.DROP): "absent",
+    ("quantised", Cause.FLUSH): "absent",
 }
+
+# What becomes of a copy's causes where slower tiers keep a group's pages at fewer bits.
+AT_FEWER_BITS = {Cause.MIRROR: Cause.QUANTISE, Cause.LOAD: Cause.DEQUANTISE}
+_STARTS = (Cause.PUBLISH, Cause.LOAD, Cause.DEQUANTISE)
 
 
 def after(kind: GroupKind, before: Form, cause: Cause) -> Form:
@@ -124,7 +141,7 @@ def table_text() -> str:
         "| from | " + " | ".join(c.value for c in causes) + " |",
         "|" + "---|" * (len(causes) + 1),
     ]
-    for place in ("absent", DEVICE, "demoted"):
+    for place in ("absent", DEVICE, "demoted", "quantised"):
         row = [TRANSITIONS.get((place, cause), "-") for cause in causes]
         lines.append(f"| {place} | " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -161,22 +178,25 @@ class Ledger:
     def note(self, group: int, cause: Cause, count: int, before: Form | None = None) -> None:
         """`count` pages of `group` changed; `before` defaults to the group's device form.
 
-        A PUBLISH or LOAD starts from `absent` by default.
+        A PUBLISH, LOAD or DEQUANTISE starts from `absent` by default. Copies of a group whose pages
+        are quantised are counted as such; FormError where bits of an exact group would be lost.
         """
         if count <= 0:
             return
+        spec = self.schema.groups[group]
+        if spec.lossy:
+            cause = AT_FEWER_BITS.get(cause, cause)
+        elif cause in (Cause.QUANTISE, Cause.DEQUANTISE):
+            raise FormError(f"group {spec.name!r} is exact: its state cannot {cause.value}")
         if before is None and self.sink is None and (group, cause) in self.counts:
             self.counts[group, cause] += count  # allowed before, allowed again
             return
-        kind = self.schema.groups[group].kind
         if before is None:
-            starts = cause in (Cause.PUBLISH, Cause.LOAD)
-            before = Form.ABSENT if starts else FORM_OF[kind]
-        result = after(kind, before, cause)
+            before = Form.ABSENT if cause in _STARTS else FORM_OF[spec.kind]
+        result = after(spec.kind, before, cause)
         self.counts[group, cause] += count
         if self.sink is not None:
-            name = self.schema.groups[group].name
-            self.sink.on_transition(Transition(name, before, result, cause, count))
+            self.sink.on_transition(Transition(spec.name, before, result, cause, count))
 
     def total(self, group: int, cause: Cause) -> int:
         """Pages of `group` that changed for `cause` so far."""

@@ -24,17 +24,22 @@ _INT32 = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Whose state may be shared: two requests share only if salt and adapter are both equal."""
+    """Whose state may be shared: two requests share only if all parts are equal.
+
+    `exact`: those who insist on exact state, where that of the others may rest on lossy copies.
+    """
 
     salt: str = ""
     adapter: str = ""
+    exact: bool = False
     key: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Encode injectively: length of the salt, salt, adapter."""
+        """Encode injectively: length of the salt (top bit: exact), salt, adapter."""
         salt = self.salt.encode("utf-8", "surrogatepass")
         adapter = self.adapter.encode("utf-8", "surrogatepass")
-        object.__setattr__(self, "key", len(salt).to_bytes(8, "little") + salt + adapter)
+        size = len(salt) | self.exact << 63
+        object.__setattr__(self, "key", size.to_bytes(8, "little") + salt + adapter)
 
 
 class TokenKey:

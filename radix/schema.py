@@ -61,6 +61,7 @@ class StateGroupSpec:
     its owner. `layout_id` names the physical layout (dtype, geometry, K/V order) that the
     attention backend declared; `version` names the attention configuration that wrote the state
     (window, rope, compression function): either one differing means the bytes mean something else.
+    `lossy` names how slower tiers quantise the group's pages; empty: they keep every bit (`lossy`).
     """
 
     name: str
@@ -77,6 +78,7 @@ class StateGroupSpec:
     depends_on: str | None = None  # INDEX: the group it routes into
     top_k: int = 0  # entries of that group which a token reads at most; 0: all. INDEX
     shared_layers: tuple[tuple[int, int], ...] = field(default=())
+    lossy: str = ""
 
     def __post_init__(self) -> None:
         """Reject a spec that no position could satisfy."""

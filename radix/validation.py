@@ -30,7 +30,7 @@ from statewise.radix import rows
 from statewise.radix.match import Match, Snapshot
 from statewise.radix.need import needed_ranges, trailing_pages
 from statewise.radix.node import StateBlock
-from statewise.radix.schema import CacheSchema, GroupKind
+from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
 from statewise.radix.segment import BLOCK, DEPENDENCY, GENERATION, SEQ, STAMP, Int32
 from statewise.radix.stamp import Stamp, StampTable
 
@@ -93,7 +93,7 @@ STAMP_PARTS = (
     ("boundary", Condition.BOUNDARY),
 )
 
-# Operators a backend must offer to read a form, by kind (dequantisation is part of the layout).
+# Operators a backend must offer to read a form, by kind; `operators_of` adds the dequantiser.
 OPERATORS: dict[GroupKind, frozenset[str]] = {
     GroupKind.FULL: frozenset({"gather"}),
     GroupKind.COMPRESSED: frozenset({"gather", "decompress"}),
@@ -104,6 +104,16 @@ OPERATORS: dict[GroupKind, frozenset[str]] = {
     GroupKind.RECURRENT: frozenset({"recur"}),
 }
 ALL_OPERATORS = frozenset().union(*OPERATORS.values())
+
+
+def dequantiser(kind: str) -> str:
+    """Name the operator that reads lossy copies of a kind."""
+    return f"dequantise_{kind}"
+
+
+def operators_of(spec: StateGroupSpec) -> frozenset[str]:
+    """Operators that a group's state needs, that of its copies in slower tiers included."""
+    return OPERATORS[spec.kind] | ({dequantiser(spec.lossy)} if spec.lossy else set())
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +207,7 @@ class ValidationEnv:
         if env.layout_id is not None and env.layout_id != expected.layout_id:
             detail = f"the backend declares {env.layout_id!r}, not {expected.layout_id!r}"
             return Condition.LAYOUT, detail
-        missing = OPERATORS[spec.kind] - env.operators
+        missing = operators_of(spec) - env.operators
         if missing:
             return Condition.OPERATOR, f"the backend lacks {', '.join(sorted(missing))}"
         return None

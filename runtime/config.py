@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from statewise.radix.lossy import KINDS as LOSSY_KINDS
 from statewise.runtime.errors import InvalidRequestError
 
 
@@ -196,6 +197,16 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
             *CODECS,
         ),
     ] = "none"
+    lossy_tiers: Annotated[
+        str,
+        _help(
+            "tiers",
+            "APPROXIMATE: slower tiers keep K/V at a byte a number, half the bytes of bfloat16; "
+            "outputs may differ from a cold run's, unless a request says exact; none: every bit",
+            "none",
+            *LOSSY_KINDS,
+        ),
+    ] = "none"
     cache_ttl_hours: Annotated[
         float, _size("tiers", "age at which state on disk is not used any more; 0: any")
     ] = 0.0
@@ -329,6 +340,16 @@ def _check_tiers(args: ServerArgs) -> None:
     if has_tiers and args.disable_radix_cache:
         raise InvalidRequestError(
             "setting 'disable_radix_cache' leaves nothing that slower tiers could hold"
+        )
+    if args.lossy_tiers != "none" and not has_tiers:
+        raise InvalidRequestError(
+            "setting 'lossy_tiers' says how slower tiers keep state: name one, such as "
+            "'host_cache_gb'"
+        )
+    if args.lossy_tiers != "none" and args.deterministic:
+        raise InvalidRequestError(
+            "settings 'deterministic' and 'lossy_tiers' exclude each other: what comes back from a "
+            "lossy tier is not what left"
         )
     if "auto" in (args.disk_cache_codec, args.remote_cache_codec) and not args.calibrate:
         raise InvalidRequestError(

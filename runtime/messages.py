@@ -44,6 +44,7 @@ class CacheOptions(msgspec.Struct, frozen=True, array_like=True):
     salt: str = ""
     adapter: str = ""
     checkpoint: bool = False  # keep the trailing state at the end of the prompt
+    exact: bool = False  # use no state that may be approximate
 
 
 class GenerateRequest(Message, frozen=True):
@@ -101,6 +102,7 @@ class CacheReport(msgspec.Struct, frozen=True, omit_defaults=True):
     repaired: int = 0  # replayed to make trailing or partial state exact
     loaded: int = 0  # copied back from slower tiers
     loaded_from: dict[str, int] = {}  # of these, by tier
+    lossy: int = 0  # of those used: their state rests on lossy copies
     recomputed: int = 0  # matched, yet computed again
     computed: int = 0  # prompt tokens never matched
     level: str = "none"  # none | direct | load | repair | rebuild | recompute | bounded

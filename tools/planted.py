@@ -18,6 +18,9 @@ DEMOTED = "tests/unit/cache/test_demotion.py"
 PROMOTED = "tests/unit/cache/test_promotion.py"
 FOUND = "tests/unit/cache/test_stored.py"
 TIERED = "tests/unit/cache/test_tiering.py"
+LOSSY = "tests/unit/radix/test_lossy.py"
+LOSSY_DEVICE = "tests/differential/test_lossy_device.py"
+LOSSY_TIERS = "tests/differential/test_lossy_tiers.py"
 WORLDS = "tests/sim/test_laws.py::test_a_few_worlds_keep_every_law"
 
 
@@ -238,7 +241,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f33 namespaces are concatenated",
         "radix/key.py",
-        'len(salt).to_bytes(8, "little") + salt + adapter',
+        'size.to_bytes(8, "little") + salt + adapter',
         "salt + adapter",
         (KEY,),
     ),
@@ -423,5 +426,61 @@ MUTANTS: tuple[Mutant, ...] = (
         "or request.num_loads >= MAX_LOADS:",
         "or request.num_loads < 0:",
         ("tests/unit/scheduler/test_loading.py",),
+    ),
+    Mutant(
+        "lossy: state that may be approximate has the layout of exact state",
+        "radix/lossy.py",
+        "layout_id=lossy_layout(group.layout_id, kind),",
+        "layout_id=group.layout_id,",
+        (LOSSY,),
+    ),
+    Mutant(
+        "lossy: nobody asks for the dequantiser",
+        "radix/validation.py",
+        "({dequantiser(spec.lossy)} if spec.lossy else set())",
+        "set()",
+        (LOSSY,),
+    ),
+    Mutant(
+        "lossy: a copy's digests are those of the block it was made of",
+        COPIES,
+        "landing = self._landing(group, rows, digests)",
+        "landing = digests",
+        (LOSSY_DEVICE,),
+    ),
+    Mutant(
+        "lossy: a block is compared with what its copy reads as",
+        COPIES,
+        "np.array_equal(page.expected, digests[i])",
+        "np.array_equal(page.expected, landing[i])",
+        (LOSSY_DEVICE,),
+    ),
+    Mutant(
+        "lossy: numbers are cut off instead of rounded",
+        "runtime/tiers/quantise.py",
+        "values.round_().clamp_(-top, top).to(torch.int8)",
+        "values.clamp_(-top, top).to(torch.int8)",
+        ("tests/unit/tiers/test_quantise.py",),
+    ),
+    Mutant(
+        "lossy: the exact share with everybody",
+        PREFIX,
+        "apart = options.exact and self._blocks.lineage.is_kept",
+        "apart = False",
+        (LOSSY_TIERS,),
+    ),
+    Mutant(
+        "lossy: what is computed from lossy copies looks exact",
+        "runtime/cache/lineage.py",
+        "self.mark(group, sequence.owned(group))",
+        "del group",
+        (LOSSY_TIERS,),
+    ),
+    Mutant(
+        "lossy: what comes back looks exact",
+        PROMOTION,
+        "self._blocks.lineage.mark(group, promotion.blocks(group))",
+        "del group",
+        (LOSSY_TIERS,),
     ),
 )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from statewise.radix import Freed, Match, RadixTree
 from statewise.runtime.cache.checksums import BlockChecksums
 from statewise.runtime.cache.counters import CacheCounters
+from statewise.runtime.cache.lineage import Lineage
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.memory.block_pool import BlockPool
 
@@ -35,6 +36,7 @@ class Blocks:
     ) -> None:
         self.pools = pools
         self.sums = sums
+        self.lineage = Lineage(tree.schema, pools)
         # Whether blocks have a copy in a slower tier, so that an eviction loses nothing.
         self.has_copy: Callable[[int, Int32], Bool] | None = None
         self._tree = tree

@@ -91,7 +91,10 @@ class Demotion:
         """State along this path is worth a copy.
 
         Of window groups: what checkpoints keep, and what a resume at `resume_at` tokens needs.
+        Whoever insists on exact state would not have it back from here: nothing of it is copied.
         """
+        if namespace.exact:
+            return
         self._paths.append(Path(namespace, key, resume_at))
         if len(self._paths) > MAX_PATHS:
             self._paths.popleft()
@@ -139,8 +142,10 @@ class Demotion:
                 blocks = segment.blocks[segment.resident(self._tree.stamps[group])]
                 is_history = self._schema.groups[group].kind.is_history
                 if is_history and not self._mirror.has(group, blocks).all():
-                    self.note(*self._tree.topology.path_of(node))
-                    return
+                    namespace, key = self._tree.topology.path_of(node)
+                    self.note(namespace, key)
+                    if not namespace.exact:
+                        return
 
     # ---------------------------------------------------------------- copying
 

@@ -12,7 +12,7 @@ from statewise.radix import Match, Namespace, Tier
 from statewise.radix.plan import Level, RecoveryPlan
 from statewise.radix.validation import Verdict
 from statewise.runtime.cache.promotion import Offer
-from statewise.runtime.cache.report import build_report
+from statewise.runtime.cache.report import build_report, told_as_lossy
 from statewise.runtime.messages import CacheReport
 
 
@@ -28,6 +28,7 @@ class Lookup:
     tree_version: tuple[int, ...]
     offer: Offer | None = None  # a quicker plan, which loads from slower tiers first
     why_not: str = ""  # what slower tiers have and is not worth loading
+    lossy: int = 0  # tokens below the position whose state rests on lossy copies
 
     @property
     def position(self) -> int:
@@ -60,7 +61,8 @@ class Lookup:
             size = self.prompt_len
             return CacheReport(prompt=size, computed=size, reason="the prefix cache is off")
         what = (self.match, self.plan, self.verdicts, self.prompt_len)
-        return build_report(*what, loaded or {}, faults, self.why_not)
+        report = build_report(*what, loaded or {}, faults, self.why_not)
+        return told_as_lossy(report, self.lossy)
 
 
 NOTHING = RecoveryPlan(0, Level.RECOMPUTE, (), None, 0)

@@ -166,7 +166,8 @@ class PrefixCache:
         The resume position is a multiple of `granularity` tokens. `direct_only`: without replays.
         `audit`: it is about to be used, compare checksums where they are kept.
         """
-        namespace = Namespace(options.salt, options.adapter)
+        apart = options.exact and self._blocks.lineage.is_kept
+        namespace = Namespace(options.salt, options.adapter, apart)
         if not self.enabled:
             return Lookup(namespace, None, NOTHING, (), len(tokens), self.version)
         match = self.tree.match(namespace, TokenKey(tokens[:limit]))
@@ -195,18 +196,21 @@ class PrefixCache:
             chosen = self._direct(position, len(tokens))
             verdicts = ()
         else:
-            chosen = self._planned(match, verdicts, budget)
+            chosen = self._planned(match, verdicts, budget, exact=options.exact)
         offer, why_not = None, ""
         if self.tiering is not None:
             offer, why_not = self.tiering.offer(match, verdicts, chosen, budget, self.cost)
         what = (namespace, match, chosen, verdicts, len(tokens), self.version)
-        return Lookup(*what, offer, why_not)
+        lossy = self._blocks.lineage.num_tokens(match, chosen.position)
+        return Lookup(*what, offer, why_not, lossy)
 
-    def _planned(self, match: Match, verdicts: tuple[Verdict, ...], budget: Budget) -> RecoveryPlan:
+    def _planned(
+        self, match: Match, verdicts: tuple[Verdict, ...], budget: Budget, *, exact: bool
+    ) -> RecoveryPlan:
         """The cheapest plan; a bounded one where that is allowed and cheaper."""
         chosen = plan(match, verdicts, self.schema, self.cost.model, budget)
         has_faults = any(v.is_fault for v in verdicts)
-        may_bound = budget.granularity == 1 and budget.repair and not has_faults
+        may_bound = budget.granularity == 1 and budget.repair and not has_faults and not exact
         if self._bounded_tokens and may_bound:
             known = (match, chosen, self._bounded_tokens, self.cost.model, budget)
             chosen = bounded_plan(*known) or chosen
@@ -278,6 +282,7 @@ class PrefixCache:
         sequence.began_from = min(chosen.position, chosen.read_from) // self.schema.page_size
         sequence.is_recovering = bool(chosen.replays)
         sequence.is_private = not chosen.is_exact
+        sequence.num_lossy = self._blocks.lineage.num_tokens(match, chosen.position)
         sequence.last_recall = self.validity.recalls.number
         if chosen.replays:
             self._recovery.adopt(sequence)
@@ -313,6 +318,7 @@ class PrefixCache:
             return
         self._seq += 1
         written = self._written()
+        self._blocks.lineage.follow(sequence)
         self._recovery.complete(sequence, replay, after, written)
         if after is None:
             resume = sequence.num_published * self.schema.page_size
@@ -405,6 +411,7 @@ class PrefixCache:
         `checkpoints` is marked as worth keeping.
         """
         lease = None if sequence.is_private else sequence.lease
+        self._blocks.lineage.follow(sequence)
         if lease is not None:
             if publishable // self.schema.page_size > sequence.num_published:
                 self._publish(sequence, tokens, publishable, num_computed)
@@ -471,6 +478,7 @@ class PrefixCache:
         `resume_at`: where its own prompt would resume if it came again.
         """
         lease = None if sequence.is_private else sequence.lease
+        self._blocks.lineage.follow(sequence)
         if lease is not None and num_computed and sequence.num_published:
             self.tree.keep(lease, sequence.num_published * self.schema.page_size)
         if lease is not None and num_computed and snapshot and self.has_snapshots:

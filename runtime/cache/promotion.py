@@ -185,9 +185,14 @@ class Promotions:
         promotion.faults += self._told.load_ended(promotion.rid, transfer, where)
         if transfer.num_ok == transfer.num_pages and transfer.seconds > 0:
             if self.observer is not None:
-                self.observer.observe_load(tier, transfer.size_bytes, transfer.seconds)
+                self.observer.observe_load(tier, self._device_bytes(pages), transfer.seconds)
             self.load_seconds.add(tier.name.lower(), value=transfer.seconds)
         self._learn_queue(tier)
+
+    def _device_bytes(self, pages: list[_Page]) -> int:
+        """Bytes of these pages on the device, as plans count them; in a tier they may be fewer."""
+        size, groups = self._schema.page_size, self._schema.groups
+        return sum(groups[page.group].block_bytes(size) for page in pages)
 
     def _learn_queue(self, tier: Tier) -> None:
         """How long a new load would wait behind those that are queued."""
@@ -228,6 +233,8 @@ class Promotions:
         num_pages = max((len(table) for table in tables), default=0)
         for group, table in enumerate(tables):
             self._blocks.sums.record_pages(group, table)
+        for group in range(len(groups)):
+            self._blocks.lineage.mark(group, promotion.blocks(group))
         first = lease.num_published_pages
         self._restore(promotion, lease, min(first, num_pages), tables, written)
         if num_pages > first:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from statewise.radix import Match
@@ -78,6 +79,21 @@ def build_report(
         groups=groups,
         verdicts=(*(str(v) for v in verdicts if v.is_fault), *faults)[:MAX_VERDICTS],
     )
+
+
+def told_as_lossy(report: CacheReport, num_tokens: int) -> CacheReport:
+    """Return the report of a request that uses state of so many tokens that rests on lossy copies.
+
+    Once told, the number only grows: others may hand over pages after the request began.
+    """
+    if num_tokens <= report.lossy:
+        return report
+    reason = report.reason.removesuffix(_lossy_text(report.lossy)) + _lossy_text(num_tokens)
+    return msgspec.structs.replace(report, lossy=num_tokens, reason=reason)
+
+
+def _lossy_text(num_tokens: int) -> str:
+    return f"; approximate: {num_tokens} rest on lossy copies"
 
 
 def _matched(match: Match, plan: RecoveryPlan) -> int:

@@ -55,6 +55,7 @@ class Sequence:
         self.match: Match | None = None  # what it began from
         self.began_from = 0  # first page whose state it may have written
         self.is_private = False  # what it computes is approximate: the tree gets nothing of it
+        self.num_lossy = 0  # tokens it reads whose state rests on lossy copies of slower tiers
         self.is_recovering = False  # replays are still to run
         self.standing: Standing | None = None  # None: the working blocks are as they must be
         self.has_lost_state = False  # what its recovery counted on was dropped meanwhile

@@ -98,6 +98,8 @@ class Tiering:
 
         And why what slower tiers have is not worth loading; empty where they have nothing.
         """
+        if match.namespace.exact:
+            return None, ""
         unit = lcm(budget.granularity, self._schema.page_size)
         if device_plan.position >= len(match.key) // unit * unit:
             return None, ""  # nothing is left to be loaded
@@ -158,7 +160,7 @@ class Tiering:
 
     def probe(self, namespace: Namespace, key: TokenKey) -> Transfer | None:
         """Ask a remote store for a prompt's pages; None where there is none, or it is known."""
-        if Tier.REMOTE not in self.tiers.stores:
+        if Tier.REMOTE not in self.tiers.stores or namespace.exact:
             return None
         addresses = self._addresses(namespace, key)
         unknown = [a for a, at in zip(addresses, self.tiers.find(addresses), strict=True) if not at]

@@ -20,6 +20,7 @@ import torch
 from statewise.kernels import native
 from statewise.kernels.interface import AttentionBackend, Ops
 from statewise.kernels.select import BackendUnavailableError, select_backend
+from statewise.radix.lossy import lossy_schema
 from statewise.radix.schema import CacheSchema
 from statewise.runtime import machine
 from statewise.runtime.clock import Clock
@@ -34,6 +35,7 @@ from statewise.runtime.memory.sizing import PoolPlan, SizingRequest, plan_pools
 from statewise.runtime.models.base import CausalLM, LoadOptions
 from statewise.runtime.models.config import ModelInfo
 from statewise.runtime.models.loader import inspect_model, load_model
+from statewise.runtime.tiers.quantise import is_available
 from statewise.runtime.tokenizer.load import load_tokenizer
 from statewise.runtime.tokenizer.tokenizer import Tokenizer
 from statewise.runtime.worker.grammar import (
@@ -98,7 +100,8 @@ class BuiltRuntime:
             clock=clock,
             grammar=self.grammar,
         )
-        core.use_device(self.worker.store.environments())
+        slower, store = self.slower, self.worker.store
+        core.use_device(slower.places() if slower is not None else store.environments())
         tiers = self.slower.open(clock) if self.slower is not None else None
         if self.slower is not None and tiers is not None:
             core.use_tiers(tiers, self.slower.shapes)
@@ -124,6 +127,7 @@ def build_runtime(
     InvalidRequestError or PoolSizeError.
     """
     set_threads(args)
+    _check_lossy(args)
     info = inspect_model(args.model_path, args.context_length)
     _check_format(args, info)
     dtype = _dtype(args.dtype, info.dtype, "dtype")
@@ -143,7 +147,10 @@ def build_runtime(
     )
 
     def load(path: str) -> CausalLM:
-        return load_model(path, options, progress)
+        loaded = load_model(path, options, progress)
+        if args.lossy_tiers != "none":
+            loaded.schema = lossy_schema(loaded.schema, args.lossy_tiers)
+        return loaded
 
     model = load(args.model_path)
     pools = plan_pools(model.schema, _sizing(args, model))
@@ -163,6 +170,13 @@ def set_threads(args: ServerArgs) -> int:
     if native.is_available():
         native.set_num_threads(num)
     return num
+
+
+def _check_lossy(args: ServerArgs) -> None:
+    if args.lossy_tiers != "none" and not is_available(args.lossy_tiers):
+        raise InvalidRequestError(
+            f"--lossy-tiers {args.lossy_tiers}: this torch has no such numbers; int8 works with any"
+        )
 
 
 def _check_format(args: ServerArgs, info: ModelInfo) -> None:
@@ -252,6 +266,7 @@ def _built(
         "model_fingerprint": model.schema.model_fingerprint,
         "groups": _group_facts(model.schema, pools),
         "structured_output": grammars is not None,
+        "exact": args.lossy_tiers == "none" and not args.bounded_replay,
     }
     head = (
         f"model {info.name}: {model.architecture}, {info.num_layers} layers, "

@@ -23,6 +23,7 @@ class EngineCounters:
         self.effective_reuse_tokens = 0
         self.repaired_tokens = 0
         self.loaded_tokens = 0
+        self.lossy_tokens = 0
         self.recomputed_tokens = 0
         self.limiting_group: Counter[str] = Counter()
         self.levels: Counter[str] = Counter()
@@ -61,6 +62,7 @@ class EngineCounters:
     def ended(self, request: Request, reason: FinishReason, now: float) -> None:
         """A request ended."""
         self.finished[reason.code or reason.kind] += 1
+        self.lossy_tokens += request.report.lossy if request.report is not None else 0
         self.e2e.add(now - request.arrival)
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class GenerateArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     priority: int | None = None
     cache_salt: str | None = None
     checkpoint: bool | None = None
+    exact: bool | None = None
     lora_path: str | None = None
 
 
@@ -61,7 +62,10 @@ def read_call(fields: Mapping[str, Any], vocab_size: int, *, stream: bool, arriv
             sampling=normalized(sampling[i], vocab_size),
             logprob=logprobs[i],
             cache=checks.checked_cache(
-                arguments.cache_salt or "", arguments.lora_path or "", bool(arguments.checkpoint)
+                arguments.cache_salt or "",
+                arguments.lora_path or "",
+                arguments.checkpoint,
+                arguments.exact,
             ),
             priority=checks.checked_priority(arguments.priority or 0),
             stream=stream,

@@ -15,20 +15,25 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from statewise.radix.cost import DEFAULT_TIERS, TierCost
+from statewise.radix.lossy import is_lossy
 from statewise.radix.schema import CacheSchema
 from statewise.radix.segment import Tier
+from statewise.radix.validation import GroupEnv
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.memory.block_store import DeviceStore
 from statewise.runtime.tiers.buffers import Arena, Bytes, allocate
 from statewise.runtime.tiers.codec import choose_codec
+from statewise.runtime.tiers.copies import as_read
 from statewise.runtime.tiers.device_io import DeviceIO, layer_bytes_of, pin
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.host import even_weights
+from statewise.runtime.tiers.lossy_io import LossyIO, lossy_environments
 from statewise.runtime.tiers.page import GroupShape, shapes_of
 from statewise.runtime.tiers.remote import RemoteTier
 from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
@@ -52,8 +57,16 @@ class SlowerTiers:
     def __init__(self, args: ServerArgs, store: DeviceStore) -> None:
         self._args = args
         self._store = store
-        self._layer_bytes = layer_bytes_of(store)
         self._item_bytes = store.groups[0].layers[0].element_size()
+        self._io: DeviceIO | LossyIO = DeviceIO(store)
+        self._layer_bytes = layer_bytes_of(store)
+        self._block_bytes = [
+            size * len(pool.layers)
+            for size, pool in zip(self._layer_bytes, store.groups, strict=True)
+        ]
+        if is_lossy(store.schema):
+            self._io = LossyIO(store, store.schema)
+            self._layer_bytes = self._io.layer_bytes
         self._medium = DEFAULT_TIERS[Tier.DISK].bytes_per_s  # of the directory's medium
 
     @staticmethod
@@ -63,7 +76,18 @@ class SlowerTiers:
 
     def shapes(self, schema: CacheSchema) -> tuple[GroupShape, ...]:
         """What pages are called under a schema; its fingerprint names the weights."""
-        return shapes_of(schema, self._layer_bytes, 0, self._item_bytes)
+        shapes = shapes_of(schema, self._layer_bytes, 0, self._item_bytes)
+        return tuple(
+            replace(shape, item_bytes=1) if spec.lossy else shape
+            for shape, spec in zip(shapes, schema.groups, strict=True)
+        )
+
+    def places(self) -> tuple[GroupEnv, ...]:
+        """What the device's kernels declare, and the dequantiser where copies are lossy."""
+        places, kind = self._store.environments(), self._args.lossy_tiers
+        if not is_lossy(self._store.schema):
+            return places
+        return lossy_environments(places, kind, LossyIO.operators(kind))
 
     @property
     def lines(self) -> list[str]:
@@ -77,7 +101,13 @@ class SlowerTiers:
             parts.append(f"disk {args.disk_cache_dir} {args.disk_cache_gb:g} GB{sealed}")
         if args.remote_cache:
             parts.append(f"remote {args.remote_cache.split('?')[0]}")
-        return [f"slower tiers: {'; '.join(parts)}"]
+        lines = [f"slower tiers: {'; '.join(parts)}"]
+        if args.lossy_tiers != "none":
+            lines.append(
+                f"LOSSY: slower tiers keep state as {args.lossy_tiers}; what was there and comes "
+                "back is approximate, and so are answers that rest on it"
+            )
+        return lines
 
     def open(self, clock: Clock) -> Tiers:
         """Open all of them. Raises TierError, saying what to change."""
@@ -96,7 +126,10 @@ class SlowerTiers:
         blocks = {pool.spec.name: pool.num_blocks for pool in self._store.groups}
         weights = even_weights(shapes, blocks)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        return open_tiers(shapes, DeviceIO(self._store), settings, clock, weights=weights, pin=pin)
+        landing = self._io.landing if isinstance(self._io, LossyIO) else as_read
+        return open_tiers(
+            shapes, self._io, settings, clock, weights=weights, pin=pin, landing=landing
+        )
 
     # ---------------------------------------------------------------- measuring
 
@@ -106,7 +139,7 @@ class SlowerTiers:
         On blocks that nobody owns yet, after calibration has left state in them.
         """
         costs = self._costs(clock)
-        samples = self._samples()
+        samples, item_bytes = self._samples()
         for tier, asked in (
             (Tier.DISK, self._args.disk_cache_codec),
             (Tier.REMOTE, self._args.remote_cache_codec),
@@ -114,19 +147,19 @@ class SlowerTiers:
             store = tiers.stores.get(tier)
             if asked == AUTO and samples and isinstance(store, DiskTier | RemoteTier):
                 rate = self._medium if tier is Tier.DISK else costs[tier].bytes_per_s
-                name = choose_codec(samples, self._item_bytes, rate, clock)
+                name = choose_codec(samples, item_bytes, rate, clock)
                 store.bodies.use(name)
                 log.info("codec of the %s cache: %s", tier.name.lower(), name)
         return costs
 
-    def _samples(self) -> list[Bytes]:
-        """Payloads of a few blocks of the largest group that hold anything."""
+    def _samples(self) -> tuple[list[Bytes], int]:
+        """Payloads of a few blocks of the largest group that hold anything; bytes of a number."""
         shapes = self.shapes(self._store.schema)
         group = max(range(len(shapes)), key=lambda g: shapes[g].block_bytes)
         count = min(self._store.groups[group].num_blocks, CODEC_SAMPLES)
         rows = Arena(shapes[group].block_bytes, count).take(count)
-        DeviceIO(self._store).read(group, list(range(count)), rows)
-        return [row.data for row in rows if row.data.any()]
+        self._io.read(group, list(range(count)), rows)
+        return [row.data for row in rows if row.data.any()], shapes[group].item_bytes
 
     def _costs(self, clock: Clock) -> Mapping[Tier, TierCost]:
         costs = dict(DEFAULT_TIERS)
@@ -139,18 +172,17 @@ class SlowerTiers:
         return costs
 
     def _landing_rate(self, clock: Clock) -> float:
-        """Bytes per second from rows into blocks, digests included."""
-        pairs = zip(self._layer_bytes, self._store.groups, strict=True)
-        sizes = [layer * len(pool.layers) for layer, pool in pairs]
+        """Bytes of blocks per second, from rows into blocks, digests included."""
+        sizes = self._block_bytes
         group = max(range(len(sizes)), key=sizes.__getitem__)
         count = min(self._store.groups[group].num_blocks, MAX_PROBE_BLOCKS)
-        rows = Arena(sizes[group], count).take(count)
-        blocks, device = list(range(count)), DeviceIO(self._store)
-        device.read(group, blocks, rows)
+        rows = Arena(self.shapes(self._store.schema)[group].block_bytes, count).take(count)
+        blocks = list(range(count))
+        self._io.read(group, blocks, rows)
         best = float("inf")
         for _ in range(3):
             began = clock.monotonic()
-            device.write(group, blocks, rows)
+            self._io.write(group, blocks, rows)
             best = min(best, clock.monotonic() - began)
         return count * sizes[group] / max(best, SMALLEST_S)
 

@@ -22,6 +22,7 @@ from statewise.radix import CheckpointPolicy, Prefill, StaleMatchError
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.prefix_cache import PrefixCache
+from statewise.runtime.cache.report import told_as_lossy
 from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission
@@ -109,6 +110,8 @@ class Scheduler:
             snapshot=kept % self.granularity == 0,
             resume_at=(request.prompt_len - 1) // self.granularity * self.granularity,
         )
+        if request.report is not None:
+            request.report = told_as_lossy(request.report, request.sequence.num_lossy)
         request.sequence = None
 
     def _preempt(self, victim: Request, *, keep_state: bool = True) -> None:

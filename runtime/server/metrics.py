@@ -37,6 +37,7 @@ _ENGINE_COUNTERS = {
     "effective_reuse_tokens": "Prompt tokens whose state was used as it stood.",
     "repaired_tokens": "Tokens replayed to make trailing or partial state exact.",
     "loaded_tokens": "Tokens whose state was copied back from a slower tier.",
+    "lossy_tokens": "Tokens used whose state rests on lossy copies of slower tiers.",
     "recomputed_tokens": "Tokens found in the tree and yet computed again.",
 }
 _ENGINE_LABELLED = {

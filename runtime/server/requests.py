@@ -95,12 +95,14 @@ def checked_text(field: str, value: str, max_chars: int) -> str:
     return value
 
 
-def checked_cache(salt: str, adapter: str, checkpoint: bool) -> CacheOptions:
+def checked_cache(
+    salt: str, adapter: str, checkpoint: bool | None, exact: bool | None
+) -> CacheOptions:
     """Check whose state a request may share. No adapter is loaded in this version."""
     if adapter:
         raise InvalidRequestError(f"no adapter {adapter!r} is loaded")
     checked_text("cache_salt", salt, MAX_SALT_CHARS)
-    return CacheOptions(salt=salt, checkpoint=checkpoint)
+    return CacheOptions(salt=salt, checkpoint=bool(checkpoint), exact=bool(exact))
 
 
 def checked_priority(value: int) -> int:
@@ -148,7 +150,9 @@ def checked_request(request: GenerateRequest, vocab_size: int) -> GenerateReques
         chat=None if request.chat is None else checked_chat(request.chat),
         sampling=normalized(fields, vocab_size),
         logprob=checked_logprob(request.logprob, vocab_size),
-        cache=checked_cache(request.cache.salt, request.cache.adapter, request.cache.checkpoint),
+        cache=checked_cache(
+            request.cache.salt, request.cache.adapter, request.cache.checkpoint, request.cache.exact
+        ),
         priority=checked_priority(request.priority),
     )
 

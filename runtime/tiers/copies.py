@@ -6,7 +6,8 @@
 
 A load is confirmed by the digests of what lies in the blocks afterwards, not by the absence of an
 error; a page that fails this is dropped from its store. A demotion's digests are those of the
-blocks it read, so damage anywhere in between shows when the page comes back.
+blocks it read, so damage anywhere in between shows when the page comes back. Those of a lossy copy
+are of the block that it will be read into (`Landing`), which is not the one it was made of.
 
 This module does not queue (`transfer`) and does not decide.
 """
@@ -66,7 +67,14 @@ class LoadPage:
     key: bytes
 
 
+# (group, rows that were read, digests of their blocks) -> digests of blocks after their `write`
+Landing = Callable[[int, Sequence[Row], Digests], Digests]
 T = TypeVar("T")
+
+
+def as_read(_group: int, _rows: Sequence[Row], digests: Digests) -> Digests:
+    """Copies that keep every bit land as they were read."""
+    return digests
 
 
 def _cut(
@@ -96,11 +104,13 @@ class Copier:
         clock: Clock,
         secret: bytes = b"",
         step_bytes: int = 4 << 20,
+        landing: Landing = as_read,
     ) -> None:
         self.shapes = tuple(shapes)
         self._blocks = blocks
         self._clock = clock
         self._secret = secret
+        self._landing = landing
         self.step_bytes = step_bytes
         self._row_bytes = [shape.row_bytes for shape in shapes]
         self._index = {shape.name: i for i, shape in enumerate(shapes)}
@@ -134,18 +144,19 @@ class Copier:
         try:
             taken = pages[: len(rows)]
             digests = self._blocks.read(group, [page.block for page in taken], rows)
+            landing = self._landing(group, rows, digests)
         except BaseException:
             store.discard(rows)
             raise
         records: list[tuple[PageRecord, Row]] = []
         results = [PageResult(Outcome.REFUSED, reason="no room")] * len(pages)
         wanted: list[int] = []
-        for i, (page, row, sums) in enumerate(zip(taken, rows, digests, strict=True)):
-            if page.expected is not None and not np.array_equal(page.expected, sums):
+        for i, (page, row) in enumerate(zip(taken, rows, strict=True)):
+            if page.expected is not None and not np.array_equal(page.expected, digests[i]):
                 store.discard([row])
                 results[i] = PageResult(Outcome.CORRUPT, reason="the block is not as published")
                 continue
-            record = self._record(store, page, sums)
+            record = self._record(store, page, landing[i])
             if record is None:
                 store.discard([row])
                 results[i] = PageResult(Outcome.REFUSED, reason="what it routes into is not there")

@@ -26,7 +26,14 @@ from statewise.runtime.clock import Clock
 from statewise.runtime.events import EventLog
 from statewise.runtime.tiers.body import Bodies, Keys, read_key_file
 from statewise.runtime.tiers.buffers import Bytes
-from statewise.runtime.tiers.copies import BlockIO, Copier, DevicePage, LoadPage
+from statewise.runtime.tiers.copies import (
+    BlockIO,
+    Copier,
+    DevicePage,
+    Landing,
+    LoadPage,
+    as_read,
+)
 from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.host import HostTier, slots_within
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PrefixChain
@@ -368,7 +375,7 @@ def _told(transfer: Transfer) -> dict[str, object]:
     }
 
 
-def open_tiers(
+def open_tiers(  # noqa: PLR0913 (parts, each named)
     shapes: Sequence[GroupShape],
     blocks: BlockIO,
     settings: TierSettings,
@@ -377,6 +384,7 @@ def open_tiers(
     weights: Sequence[float] | None = None,
     pin: Callable[[Bytes], None] | None = None,
     notify: Callable[[], None] | None = None,
+    landing: Landing = as_read,
 ) -> Tiers:
     """Open the tiers that `settings` name. Raises TierError, saying what to change.
 
@@ -398,7 +406,7 @@ def open_tiers(
         for store in stores:
             store.close()
         raise
-    copier = Copier(shapes, blocks, clock, secret, settings.engine.step_bytes)
+    copier = Copier(shapes, blocks, clock, secret, settings.engine.step_bytes, landing)
     return Tiers(stores, copier, TransferEngine(settings.engine, clock, notify), secret)
 
 

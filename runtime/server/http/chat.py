@@ -87,7 +87,7 @@ class Call:
             sampling=common.sampling_of(body, max_tokens, vocab_size, grammar),
             chat=conversation(body, self.tools),
             logprob=_logprob_options(body, vocab_size),
-            cache=checks.checked_cache(body.cache_salt or "", "", bool(body.checkpoint)),
+            cache=checks.checked_cache(body.cache_salt or "", "", body.checkpoint, body.exact),
             priority=checks.checked_priority(body.priority or 0),
             stream=bool(body.stream),
             arrival=self.service.clock.wall(),

@@ -67,7 +67,7 @@ class Call:
             rid=checks.checked_text("rid", self.rid, checks.MAX_RID_CHARS),
             sampling=common.sampling_of(body, max_tokens, self.service.vocab_size),
             logprob=_logprob_options(body, self.service.vocab_size),
-            cache=checks.checked_cache(body.cache_salt or "", "", bool(body.checkpoint)),
+            cache=checks.checked_cache(body.cache_salt or "", "", body.checkpoint, body.exact),
             priority=checks.checked_priority(body.priority or 0),
             stream=bool(body.stream),
             arrival=self.service.clock.wall(),

@@ -44,6 +44,7 @@ class GenerateBody(msgspec.Struct):
     priority: int | None = None
     cache_salt: str | None = None
     checkpoint: bool | None = None
+    exact: bool | None = None
     lora_path: str | list[str | None] | None = None
     image_data: Any = None
     video_data: Any = None
@@ -102,7 +103,7 @@ def parse(body: GenerateBody, service: Service) -> tuple[list[GenerateRequest], 
             sampling=sampling[i],
             logprob=_of_prompt(logprobs[i], sampling[i]),
             cache=checks.checked_cache(
-                body.cache_salt or "", adapters[i] or "", bool(body.checkpoint)
+                body.cache_salt or "", adapters[i] or "", body.checkpoint, body.exact
             ),
             priority=checks.checked_priority(body.priority or 0),
             stream=bool(body.stream),

@@ -58,6 +58,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     checkpoint: bool | None = None
+    exact: bool | None = None
 
 
 _SAME_NAME = (

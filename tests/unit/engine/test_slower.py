@@ -72,3 +72,35 @@ def test_a_codec_is_what_was_asked_for(tmp_path: Path) -> None:
 def test_what_is_to_be_measured_must_be_allowed_to_be(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="name a codec"):
         Engine(**settings(tmp_path, disk_cache_codec="auto", calibrate=False))
+
+
+def test_lossy_tiers_are_loud_and_a_request_may_decline(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    with Engine(**settings(tmp_path, lossy_tiers="int8", calibrate=False)) as engine:
+        assert engine.get_server_info()["model"]["exact"] is False
+        first = engine.generate(PROMPT, GREEDY)
+        exact = engine.generate(PROMPT, GREEDY, exact=True)
+        assert exact["output_ids"] == first["output_ids"]
+        assert exact["meta_info"]["cache_report"]["matched"] == 0  # it shares with its like only
+        again = engine.generate(PROMPT, GREEDY, exact=True)
+        assert again["meta_info"]["cache_report"]["reused"] > 0
+    with Engine(**settings(tmp_path, calibrate=False)) as engine:
+        assert engine.get_server_info()["model"]["exact"] is True
+        engine.generate(PROMPT, GREEDY)
+        exact = engine.generate(PROMPT, GREEDY, exact=True)  # all state is: it shares with all
+        assert exact["meta_info"]["cache_report"]["reused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"deterministic": True}, "exclude each other"),
+        ({"disk_cache_dir": "", "disk_cache_gb": 0.0, "remote_cache": ""}, "name one"),
+        ({"lossy_tiers": "int4"}, "none, int8, fp8"),
+    ],
+)
+def test_lossy_tiers_that_make_no_sense_are_refused(
+    more: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        Engine(**settings(tmp_path, **({"lossy_tiers": "int8"} | more)))

@@ -22,11 +22,12 @@ from statewise.radix.forms import FORM_OF, TRANSITIONS, after, check_write, tabl
 from support.radix_oracle import SCHEMAS
 
 ALLOWED = {
-    "absent": {Cause.PUBLISH: "device", Cause.LOAD: "device"},
+    "absent": {Cause.PUBLISH: "device", Cause.LOAD: "device", Cause.DEQUANTISE: "device"},
     "device": {
         Cause.REPLACE: "device",
         Cause.MARK: "device",
         Cause.MIRROR: "device",
+        Cause.QUANTISE: "device",
         Cause.DEMOTE: "demoted",
         Cause.EVICT: "absent",
         Cause.DROP: "absent",
@@ -34,6 +35,13 @@ ALLOWED = {
     },
     "demoted": {
         Cause.LOAD: "device",
+        Cause.PUBLISH: "device",
+        Cause.EVICT: "absent",
+        Cause.DROP: "absent",
+        Cause.FLUSH: "absent",
+    },
+    "quantised": {
+        Cause.DEQUANTISE: "device",
         Cause.PUBLISH: "device",
         Cause.EVICT: "absent",
         Cause.DROP: "absent",
@@ -58,7 +66,7 @@ def test_every_form_and_cause_changes_as_the_table_says_or_raises(kind: GroupKin
 
 def test_every_row_and_cause_of_the_table_is_printed() -> None:
     text = table_text()
-    assert len(text.splitlines()) == 5
+    assert len(text.splitlines()) == 6
     for (place, cause), result in TRANSITIONS.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {place} |"))
         column = [c.strip() for c in text.splitlines()[0].split("|")].index(cause.value)
