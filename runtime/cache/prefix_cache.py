@@ -235,7 +235,7 @@ class PrefixCache:
             raise StaleMatchError("the tree has changed since the lookup")
         self.validity.discard(match, lookup.verdicts, "use")
         match = self.tree.match(lookup.namespace, match.key)
-        return self.tiering.promote(match, lookup.offer, rid)
+        return self.tiering.promote(match, lookup.offer, rid, lookup.plan.total_s)
 
     def _without_faults(self, lookup: Lookup, match: Match) -> Match:
         """Drop what the lookup's verdicts name; returns the match without it.

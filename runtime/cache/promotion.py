@@ -15,6 +15,7 @@ This module does not choose what to load, and runs on the control plane's thread
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -81,6 +82,8 @@ class Promotion:
     waiting_for: set[Transfer] = field(default_factory=set)
     is_done: bool = False
     is_wanted: bool = True
+    began_s: float = 0.0
+    until_s: float = math.inf  # nobody waits for it any longer
     loaded: dict[int, Tier] = field(default_factory=dict)  # pages with loaded state, whence
     rid: str = ""  # of the request that it is for
     faults: list[str] = field(default_factory=list)  # what did not come back, in sentences
@@ -328,6 +331,18 @@ class Promotions:
         for promotion in done:
             self.release(promotion)
         return bool(done)
+
+    def give_up_late(self, now_s: float) -> list[Promotion]:
+        """Call off what is not back in time; returns it."""
+        late = [p for p in self.open if not p.is_done and p.is_wanted and p.until_s <= now_s]
+        for promotion in late:
+            self.release(promotion)
+        return late
+
+    @property
+    def num_loading(self) -> int:
+        """Promotions that somebody waits for."""
+        return sum(not p.is_done and p.is_wanted for p in self.open)
 
     def abandon_all(self) -> None:
         """Nothing that is on its way is wanted any more."""

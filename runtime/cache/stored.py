@@ -54,7 +54,7 @@ class StoredState:
     """Looks for one engine's state in its slower tiers."""
 
     def __init__(self, schema: CacheSchema, tiers: Tiers) -> None:
-        self._schema = schema
+        self.schema = schema
         self._tiers = tiers
         self._remembered: OrderedDict[tuple[bytes, bytes], Names] = OrderedDict()
         groups = range(schema.num_groups)
@@ -93,14 +93,14 @@ class StoredState:
         """Address of the state at a page boundary."""
         known = names.snapshots.get((group, boundary))
         if known is None:
-            position = boundary * self._schema.page_size
+            position = boundary * self.schema.page_size
             known = self._tiers.address_at(names.chain, group, names.data, position)
             names.snapshots[group, boundary] = known
         return known
 
     def _extend(self, names: Names, num_pages: int) -> None:
         if names.chain.num_pages < num_pages:
-            names.chain.extend(names.data[: num_pages * self._schema.page_size * 4])
+            names.chain.extend(names.data[: num_pages * self.schema.page_size * 4])
 
     # ---------------------------------------------------------------- looking
 
@@ -109,13 +109,19 @@ class StoredState:
 
         Only boundaries that are multiples of `step_pages` can be resumed at.
         """
-        look = _Look(self, match, tuple(v for v in verdicts if v.is_fault))
-        depth = look.history(self._history)
+        look = self.look_at(match, verdicts)
+        depth = look.depth
         whole = depth // step_pages * step_pages
         if not look.trailing_at(self._windows, self._snapshots, whole):
             look.trailing_below(self._windows, self._snapshots, depth)
         stored = Stored(depth if self._history else look.deepest, look.pages, look.snapshots)
         return Findings(stored, look.names)
+
+    def look_at(self, match: Match, verdicts: Iterable[Verdict]) -> Look:
+        """A match beside what is stored of its history."""
+        look = Look(self, match, tuple(v for v in verdicts if v.is_fault))
+        look.depth = look.history(self._history)
+        return look
 
     def find(self, addresses: list[PageAddress]) -> list[tuple[Tier, int] | None]:
         """(tier, handle) of each address, None where no tier has it."""
@@ -123,8 +129,8 @@ class StoredState:
         return [None if at is None else (at.tier, at.handle) for at in found]
 
 
-class _Look:
-    """One look: what was found so far."""
+class Look:
+    """One look at a match: what the device has, and what was found so far."""
 
     def __init__(self, state: StoredState, match: Match, faults: tuple[Verdict, ...]) -> None:
         self._state = state
@@ -137,6 +143,7 @@ class _Look:
         self.pages: dict[int, dict[int, tuple[Tier, int]]] = {}
         self.snapshots: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._usable: dict[int, Bool] = {}
+        self.depth = 0  # up to which history is whole, with what was found
 
     @property
     def deepest(self) -> int:
@@ -225,14 +232,15 @@ class _Look:
 
     def _find_snapshots(self, group: int, boundaries: list[int]) -> bool:
         """Look for state at boundaries; whether all of them are on the device or were found."""
-        missing = [b for b in boundaries if not self._has_snapshot(group, b)]
+        missing = [b for b in boundaries if not self.has_snapshot(group, b)]
         addresses = [self._state.snapshot_address(self.names, group, b) for b in missing]
         for boundary, at in zip(missing, self._state.find(addresses), strict=True):
             if at is not None:
                 self.snapshots[group, boundary] = at
         return all((group, boundary) in self.snapshots for boundary in missing)
 
-    def _has_snapshot(self, group: int, boundary: int) -> bool:
+    def has_snapshot(self, group: int, boundary: int) -> bool:
+        """Whether the device has state at a boundary."""
         position = boundary * self._size
         if any(v.group == group and v.position == position for v in self._faults):
             return False

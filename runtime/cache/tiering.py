@@ -1,5 +1,6 @@
 """The slower tiers as the prefix cache uses them: what is found, copied out, and copied back.
 
+    ask         what a remote store has of a prompt
     offer       a plan that loads, where loading is estimated to be quicker than computing
     promote     start it; the request waits in the queue, or for a moment where it is quick
     note        a path is worth a copy
@@ -23,10 +24,8 @@ from statewise.radix import (
     Budget,
     CostObserver,
     Match,
-    Namespace,
     RadixTree,
     Tier,
-    TokenKey,
     Verdict,
     Written,
     plan,
@@ -35,18 +34,21 @@ from statewise.radix.overlay import overlay
 from statewise.radix.plan import RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.demotion import Demotion
+from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.mirror import Mirror
+from statewise.runtime.cache.probe import Probe, Probes
 from statewise.runtime.cache.promotion import Offer, Promotion, Promotions
 from statewise.runtime.cache.stored import StoredState
 from statewise.runtime.cache.tier_events import TierEvents
 from statewise.runtime.clock import Clock
 from statewise.runtime.events import EventLog
-from statewise.runtime.tiers.page import GroupShape, PageAddress
+from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import Transfer
 
 MAX_SYNC_S = 0.01  # loads estimated to be shorter are waited for
 SYNC_PATIENCE = 4.0  # times the estimate; then the request waits in the queue after all
+MIN_PATIENCE_S = 0.1  # for loads, where computing would take less
 MAX_PREFETCHES = 4  # at a time
 
 
@@ -73,6 +75,7 @@ class Tiering:
         parts = (tree, blocks, tiers, self.stored, self.mirror)
         self.demotion = Demotion(*parts, clock, self.told)
         self.promotions = Promotions(tree, blocks, tiers, self.mirror, written, self.told)
+        self.probes = Probes(self.stored, tiers, clock)
         self._prefetching: set[Transfer] = set()
 
     def observe(self, cost: CostObserver) -> None:
@@ -125,13 +128,18 @@ class Tiering:
 
     # ---------------------------------------------------------------- copying back
 
-    def promote(self, match: Match, offer: Offer, rid: str = "") -> Promotion:
+    def promote(
+        self, match: Match, offer: Offer, rid: str = "", instead_s: float = math.inf
+    ) -> Promotion:
         """Start the loads of an offer for request `rid`; waits for those that are quick.
 
-        `match` is the tree's, without what failed validation. Raises `OutOfBlocksError` or
-        `StaleMatchError`; nothing is held then.
+        `match` is the tree's, without what failed validation; `instead_s` the time that computing
+        would take: nobody waits longer than that for what was to be quicker. Raises
+        `OutOfBlocksError` or `StaleMatchError`; nothing is held then.
         """
         promotion = self.promotions.begin(match, offer, rid)
+        promotion.began_s = self._clock.monotonic()
+        promotion.until_s = promotion.began_s + max(MIN_PATIENCE_S, instead_s)
         if not offer.plan.asynchronous:
             patience = SYNC_PATIENCE * MAX_SYNC_S
             for transfer in list(promotion.waiting_for):
@@ -158,31 +166,32 @@ class Tiering:
             self._prefetching.add(self.tiers.prefetch(tier, pages, done))
         return True
 
-    def probe(self, namespace: Namespace, key: TokenKey) -> Transfer | None:
-        """Ask a remote store for a prompt's pages; None where there is none, or it is known."""
-        if Tier.REMOTE not in self.tiers.stores or namespace.exact:
+    def ask(self, lookup: Lookup, granularity: int, cost: CostObserver) -> Probe | None:
+        """Ask a remote store for what is not here; None where that cannot help."""
+        match = lookup.match
+        if match is None or match.namespace.exact or self.tiers.remote is None:
             return None
-        addresses = self._addresses(namespace, key)
-        unknown = [a for a, at in zip(addresses, self.tiers.find(addresses), strict=True) if not at]
-        return self.tiers.probe(unknown) if unknown else None
-
-    def _addresses(self, namespace: Namespace, key: TokenKey) -> list[PageAddress]:
-        names = self.stored.names(namespace, key)
-        num_pages = len(key) // self._schema.page_size
-        out = []
-        for group, spec in enumerate(self._schema.groups):
-            if spec.kind.is_snapshot:
-                boundaries = range(1, num_pages + 1)
-                out += [self.stored.snapshot_address(names, group, b) for b in boundaries]
-            else:
-                out += [self.stored.page_address(names, group, p) for p in range(num_pages)]
-        return out
+        num_pages = len(match.key) // self._schema.page_size
+        missing = num_pages - lookup.promised_position // self._schema.page_size
+        history = [spec for spec in self._schema.groups if spec.kind.is_history]
+        size = sum(spec.block_bytes(self._schema.page_size) for spec in history) * missing
+        seconds = cost.model.tiers[Tier.REMOTE].seconds(max(size, 1))
+        plan = lookup.plan if lookup.offer is None else lookup.offer.plan
+        if missing < 1 or seconds >= plan.total_s:
+            return None
+        unit = lcm(granularity, self._schema.page_size)
+        return self.probes.begin(match, lookup.verdicts, unit // self._schema.page_size)
 
     # ---------------------------------------------------------------- running
 
     def poll(self) -> None:
-        """Deliver what ended, take note of what tiers dropped, start the next copies."""
+        """Deliver what ended, give up what is late, start the next copies."""
         self.deliver()
+        self.probes.give_up_late()
+        for late in self.promotions.give_up_late(self._clock.monotonic()):
+            remote = self.tiers.remote
+            if remote is not None and any(t.tier is Tier.REMOTE for t in late.waiting_for):
+                remote.gave_no_answer(late.until_s - late.began_s)
         self.demotion.tick()
 
     def deliver(self) -> None:
@@ -208,6 +217,7 @@ class Tiering:
 
     def rebind(self, shapes: Sequence[GroupShape]) -> None:
         """Other weights: nothing stored under the old ones is found from now on."""
+        self.probes.abandon_all()
         self.promotions.abandon_all()
         self.demotion.forget_paths()
         self.tiers.rebind(shapes)
@@ -217,6 +227,7 @@ class Tiering:
 
     def clear(self) -> None:
         """Forget everything that slower tiers hold."""
+        self.probes.abandon_all()
         self.promotions.abandon_all()
         self.demotion.forget_paths()
         self.demotion.yield_blocks()
@@ -247,6 +258,7 @@ class Tiering:
 
     def close(self, drain_s: float = 0.0) -> None:
         """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent."""
+        self.probes.abandon_all()
         self.promotions.abandon_all()
         ends_s = self._clock.monotonic() + drain_s
         left_s = drain_s

@@ -551,7 +551,7 @@ class EngineCore:
         """Counters and histograms with labels, of every part."""
         owners: tuple[object, ...] = (self.counters, self.cache.counters, self.scheduler)
         if self.cache.tiering is not None:
-            owners = (*owners, self.cache.tiering.promotions)
+            owners = (*owners, self.cache.tiering.promotions, self.cache.tiering.probes)
         labelled = {n: d for owner in owners for n, d in labelled_of(owner).items()}
         return {
             "labelled": labelled | {"state_transitions": self.cache.transitions()},

@@ -5,8 +5,8 @@
              again, as if nobody had ever loaded anything
     run      the lease that kept it cached goes to the request
 
-A load is an offer, never a condition: one that fails, finds no blocks, or was tried often enough
-leaves the request with the plan it had without it.
+A load is an offer, never a condition: one that fails, finds no blocks, takes longer than computing
+would, or was tried often enough leaves the request with the plan it had without it.
 
 This module does not admit, and does not copy.
 """
@@ -33,8 +33,10 @@ Reason = tuple[str, str]  # cause, sentence
 class Loading:
     """Loads for the waiting requests of one scheduler; does nothing without slower tiers."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, granularity: int = 1) -> None:
+        """State is reused at multiples of `granularity` tokens."""
         self._cache = cache
+        self._granularity = granularity
 
     @property
     def is_on(self) -> bool:
@@ -54,22 +56,27 @@ class Loading:
         if tiering is None or lookup.match is None:
             return None
         if request.promotion is not None and not request.promotion.is_done:
-            return "load", "its state is being copied back"
-        if not self._has_asked(request, lookup, tiering):
+            if request.promotion.is_wanted:
+                return "load", "its state is being copied back"
+            request.promotion, request.num_loads = None, MAX_LOADS  # it took too long
+        if self._is_asking(request, lookup, tiering):
             return "load", "the remote store is being asked"
         if lookup.offer is None or request.num_loads >= MAX_LOADS:
             return None
         if tiering.promotions.is_loading(lookup.match, lookup.offer.plan.position):
             return "prefix", "another request's load brings it"
-        if sum(not p.is_done for p in tiering.promotions.open) >= MAX_LOADING:
+        if tiering.promotions.num_loading >= MAX_LOADING:
             return "load", "others are loading"
         return self._load(request, lookup, is_alone=is_alone)
 
-    def _has_asked(self, request: Request, lookup: Lookup, tiering: Tiering) -> bool:
-        """Whether a remote store has said what it has; asks it the first time."""
-        if request.probe is None and lookup.match is not None:
-            request.probe = tiering.probe(lookup.namespace, lookup.match.key)
-        return request.probe is None or request.probe.is_done
+    def _is_asking(self, request: Request, lookup: Lookup, tiering: Tiering) -> bool:
+        """Whether a remote store is still to say what it has; it is asked once a request."""
+        if not request.has_asked:
+            request.has_asked = True
+            request.probe = tiering.ask(lookup, self._granularity, self._cache.cost)
+        if request.probe is not None and request.probe.is_done:
+            request.probe = None
+        return request.probe is not None
 
     def _load(self, request: Request, lookup: Lookup, *, is_alone: bool) -> Reason | None:
         self.release(request)
@@ -90,6 +97,9 @@ class Loading:
 
     def release(self, request: Request) -> None:
         """It runs, or has ended, or will load anew: what was loaded for it may go."""
+        probe, request.probe = request.probe, None
+        if probe is not None and self._tiering is not None:
+            self._tiering.probes.give_up(probe)
         promotion, request.promotion = request.promotion, None
         if promotion is None:
             return

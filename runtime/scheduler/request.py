@@ -32,8 +32,8 @@ from statewise.runtime.messages import (
 if TYPE_CHECKING:
     from statewise.radix.segment import Tier
     from statewise.runtime.cache.lookup import Lookup
+    from statewise.runtime.cache.probe import Probe
     from statewise.runtime.cache.promotion import Promotion
-    from statewise.runtime.tiers.transfer import Transfer
 
 Int32 = NDArray[np.int32]
 
@@ -105,7 +105,8 @@ class Request:
         self.loaded: dict[int, Tier] = {}  # pages that were copied back for it
         self.load_faults: list[str] = []  # what did not come back, in sentences
         self.is_prefetched = False
-        self.probe: Transfer | None = None  # what a remote store was asked
+        self.has_asked = False  # a remote store, or found that asking would not help
+        self.probe: Probe | None = None  # what it is being asked
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""
         self.delayed_by = ""  # its first word, while it waits

@@ -64,7 +64,7 @@ class Scheduler:
         self.schema = schema
         self.cache = cache
         self.admission = admission
-        self.loading = Loading(cache)
+        self.loading = Loading(cache, self.granularity)
         self.waiting: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.num_preemptions = 0

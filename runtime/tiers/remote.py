@@ -4,8 +4,12 @@
     gs://..., az://..., file:///FOLDER
 
 An object is a record (`record`) and is written whole or not at all; its name is its key, so many
-servers may share one place, and none needs to own it. What is there is learnt page by page: from
-what this process wrote, and from `probe`, which asks the store for a page's header.
+servers may share one place, and none needs to own it. What is there is learnt from what this
+process wrote, from `probe`, which asks the store for pages' headers, and by presumption
+(`presume`): who found a page of a prompt may expect the ones before it. `known` says for how long.
+
+A store that fails, or answers a question later than `SLOW_S`, four times in a row, is left alone
+for a minute.
 
 There is no budget here: object stores expire objects by their own rules, and `collect` deletes old
 ones. This module does not verify payloads' digests: they are checked where they land.
@@ -15,10 +19,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
@@ -27,7 +30,8 @@ from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.body import Bodies, check_content
 from statewise.runtime.tiers.buffers import Arena, Row
-from statewise.runtime.tiers.health import OFFLINE, RETRY_S, Health
+from statewise.runtime.tiers.health import RETRY_S, Health
+from statewise.runtime.tiers.known import KnownPages
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageAddress, PageRecord
 from statewise.runtime.tiers.record import (
     NO_CONTAINER,
@@ -42,7 +46,6 @@ from statewise.runtime.tiers.store import (
     NO_HANDLE,
     Counters,
     Fetched,
-    HandleSource,
     Outcome,
     TierError,
     TierStatus,
@@ -53,6 +56,8 @@ logger = logging.getLogger(__name__)
 NUM_CONNECTIONS = 16
 OBJECTS = "v1"
 URL_SETTINGS = ("endpoint", "region")
+TIMEOUT, CONNECT_TIMEOUT = "20s", "5s"  # of one request; it is tried twice
+SLOW_S = 0.5  # an answer to a question that comes later is none
 
 
 def object_name(key: bytes) -> str:
@@ -85,8 +90,12 @@ def open_url(url: str, settings: Mapping[str, str] | None = None) -> Any:
         insecure = str(chosen.get("endpoint", "")).startswith("http://")
         return stores.from_url(
             plain,
-            client_options={"timeout": "30s", "allow_http": insecure},
-            retry_config={"max_retries": 2},
+            client_options={
+                "timeout": TIMEOUT,
+                "connect_timeout": CONNECT_TIMEOUT,
+                "allow_http": insecure,
+            },
+            retry_config={"max_retries": 1},
             **chosen,
         )
     except Exception as error:  # the package's own errors, which are not importable everywhere
@@ -95,17 +104,6 @@ def open_url(url: str, settings: Mapping[str, str] | None = None) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A page that is there, as far as this process knows."""
-
-    handle: int
-    key: bytes
-    group: str
-    content: int
-    dependency: int
 
 
 class RemoteTier:
@@ -129,12 +127,7 @@ class RemoteTier:
         self._arenas = {s.name: Arena(s.block_bytes, 1 << 20) for s in shapes}
         self._counters = Counters()
         self._health = Health("remote cache", clock, self._counters, retry_s)
-        self._lock = threading.Lock()
-        self._by_handle: dict[int, _Known] = {}
-        self._by_key: dict[bytes, _Known] = {}
-        self._handles = HandleSource()
-        self._dropped: list[tuple[int, bytes]] = []
-        self._distrusted: set[bytes] = set()  # keys of objects found damaged
+        self._known = KnownPages(clock)
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
             NUM_CONNECTIONS, thread_name_prefix="remote"
         )
@@ -143,25 +136,45 @@ class RemoteTier:
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """See `TierStore`. Pages nobody wrote or probed here are not known."""
-        if self._health.is_down:
-            return [NO_HANDLE] * len(keys)
-        with self._lock:
-            found = (self._by_key.get(key) for key in keys)
-            return [NO_HANDLE if known is None else known.handle for known in found]
+        return [NO_HANDLE] * len(keys) if self._health.is_down else self._known.find(keys)
+
+    @property
+    def can_ask(self) -> bool:
+        """See `AskedStore`. Whether the store answers, as far as is known."""
+        return not self._health.is_down
+
+    def knows_absent(self, key: bytes) -> bool:
+        """See `AskedStore`."""
+        return self._known.is_absent(key)
+
+    def presume(self, addresses: Sequence[PageAddress]) -> None:
+        """See `AskedStore`. Pages after these are there; a load finds out.
+
+        Not for pages whose content others depend on, nor for those that depend.
+        """
+        for address in addresses:
+            if not self._known.is_absent(address.key):
+                self._known.learn(address.key, address.group)
+                self._counters.add("presumed")
+
+    def gave_no_answer(self, seconds: float) -> None:
+        """See `AskedStore`."""
+        self._counters.add("unanswered")
+        self._health.read_failed(TimeoutError(f"no answer within {seconds:g} s"))
 
     def content(self, key: bytes) -> int:
         """See `TierStore`."""
-        known = self._by_key.get(key)
+        known = self._known.by_key(key)
         return 0 if known is None else known.content
 
     def dependency(self, handle: int) -> int:
         """See `TierStore`."""
-        known = self._by_handle.get(handle)
+        known = self._known.by_handle(handle)
         return 0 if known is None else known.dependency
 
     def key_of(self, handle: int) -> bytes:
         """See `TierStore`."""
-        known = self._by_handle.get(handle)
+        known = self._known.by_handle(handle)
         return b"" if known is None else known.key
 
     def touch(self, handles: Sequence[int]) -> None:
@@ -170,7 +183,7 @@ class RemoteTier:
     def free(self, handles: Sequence[int]) -> None:
         """See `TierStore`. Other servers may use the objects: they stay."""
         for handle in handles:
-            self._forget(handle, tell=False)
+            self._known.forget(handle, tell=False)
 
     def report_corrupt(self, handle: int) -> None:
         """See `TierStore`. The object is not believed again before it is written anew."""
@@ -178,22 +191,18 @@ class RemoteTier:
         self._distrust(handle)
 
     def _distrust(self, handle: int) -> None:
-        with self._lock:
-            known = self._by_handle.get(handle)
-            if known is not None:
-                self._distrusted.add(known.key)
-        self._forget(handle, tell=True)
+        known = self._known.by_handle(handle)
+        if known is not None:
+            self._known.note_absent(known.key, math.inf)
+        self._known.forget(handle, tell=True)
 
     def pop_dropped(self) -> list[tuple[int, bytes]]:
         """See `TierStore`."""
-        with self._lock:
-            dropped, self._dropped = self._dropped, []
-            return dropped
+        return self._known.pop_dropped()
 
     def all_handles(self) -> list[int]:
         """See `TierStore`. Those known to this process."""
-        with self._lock:
-            return list(self._by_handle)
+        return self._known.handles()
 
     def rebind(self, shapes: Sequence[GroupShape]) -> None:
         """See `TierStore`."""
@@ -201,33 +210,11 @@ class RemoteTier:
 
     def status(self) -> TierStatus:
         """See `TierStore`. Pages and bytes are those known to this process."""
-        with self._lock:
-            pages: dict[str, int] = {}
-            for known in self._by_key.values():
-                pages[known.group] = pages.get(known.group, 0) + 1
+        pages = self._known.counts()
         used = sum(count * self._shapes[group].block_bytes for group, count in pages.items())
         counters = self._counters.as_dict()
         figures = (sum(pages.values()), used, 0, pages, counters)
         return TierStatus(Tier.REMOTE, self._health.state, *figures, self.bodies.codec_name)
-
-    def _forget(self, handle: int, *, tell: bool) -> None:
-        with self._lock:
-            known = self._by_handle.pop(handle, None)
-            if known is not None:
-                del self._by_key[known.key]
-                if tell:
-                    self._dropped.append((handle, known.key))
-
-    def _learn(self, page: PageRecord) -> int:
-        with self._lock:
-            self._distrusted.discard(page.address.key)
-            known = self._by_key.get(page.address.key)
-            if known is None:
-                handle = self._handles.take(self._by_handle)
-                key, group = page.address.key, page.address.group
-                known = _Known(handle, key, group, page.content, page.dependency)
-                self._by_handle[handle] = self._by_key[key] = known
-            return known.handle
 
     # ---------------------------------------------------------------- I/O threads
 
@@ -256,7 +243,7 @@ class RemoteTier:
 
     def _put(self, page: tuple[PageRecord, Row]) -> int:
         record, row = page
-        known = self._by_key.get(record.address.key)
+        known = self._known.by_key(record.address.key)
         if known is not None:
             self._counters.add("duplicates")
             return known.handle
@@ -269,6 +256,7 @@ class RemoteTier:
         try:
             name = object_name(record.address.key)
             parts = [head, body.data, padding] if padding else [head, body.data]
+            self._counters.add("requests_write")
             self._api.put(self._objects, name, parts, use_multipart=False)
         except Exception as error:
             self._counters.add("refused")
@@ -277,61 +265,84 @@ class RemoteTier:
         self._health.write_ok()
         self._counters.add("pages_written")
         self._counters.add("bytes_written", row.size)
-        return self._learn(record)
+        address = record.address
+        return self._known.learn(address.key, address.group, record.content, record.dependency)
 
     def probe(self, addresses: Sequence[PageAddress]) -> list[Outcome]:
         """Ask the store which pages are there; `find` knows them afterwards."""
         return self._in_parallel(self._probe, addresses)
 
     def _probe(self, address: PageAddress) -> Outcome:
-        if address.key in self._by_key:
+        if self._known.by_key(address.key) is not None:
             return Outcome.OK
-        if address.key in self._distrusted:
+        if self._known.is_absent(address.key):
             return Outcome.MISSING
         shape = self._shapes[address.group]
         size = header_bytes(shape.name, shape.stamp, shape.num_layers)
-        got = self._get(address.key, size)
+        got = self._get(address.key, size, "requests_probe", SLOW_S)
         if isinstance(got, Outcome):
             return got
         try:
             header = _header_of(got, address.key)
-            if not self.bodies.can_decode(header.codec, header.sealing):
-                return Outcome.MISSING
         except RecordError as error:
             self._count_corrupt(error)
+            self._known.note_absent(address.key, math.inf)
             return Outcome.CORRUPT
-        self._learn(header.page)
+        if not self.bodies.can_decode(header.codec, header.sealing):
+            self._known.note_absent(address.key)
+            return Outcome.MISSING
+        page = header.page
+        self._known.learn(address.key, address.group, page.content, page.dependency)
         return Outcome.OK
 
-    def _get(self, key: bytes, size: int) -> memoryview | Outcome:
-        """At most `size` bytes of an object."""
+    def _get(
+        self, key: bytes, size: int, counter: str, slow_s: float = math.inf
+    ) -> memoryview | Outcome:
+        """At most `size` bytes of an object; an answer after `slow_s` seconds counts as none."""
         if self._pool is None or not self._health.may_read():
-            return Outcome.MISSING
+            return Outcome.FAILED
+        self._counters.add(counter)
+        began_s = self._clock.monotonic()
+        data: Any = None
+        name = object_name(key)
         try:
-            data = self._api.get_range(self._objects, object_name(key), start=0, length=size)
+            data = self._api.get_range(self._objects, name, start=0, length=size)
         except FileNotFoundError:
-            self._health.read_ok()
-            return Outcome.MISSING
+            self._known.note_absent(key)
         except Exception as error:
+            if "range" in str(error).lower() and self._is_empty(name):
+                return memoryview(b"")
             self._health.read_failed(RuntimeError(_first_line(error)))
             return Outcome.FAILED
-        self._health.read_ok()
-        return memoryview(data)
+        seconds = self._clock.monotonic() - began_s
+        if seconds > slow_s:
+            self._health.read_failed(TimeoutError(f"an answer took {seconds:.1f} s"))
+        else:
+            self._health.read_ok()
+        return Outcome.MISSING if data is None else memoryview(data)
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether an object has no bytes: stores call every range of it invalid."""
+        try:
+            return bool(self._api.head(self._objects, name)["size"] == 0)
+        except Exception:
+            return False
 
     def fetch(self, handles: Sequence[int]) -> list[Fetched]:
         """See `TierStore`."""
         return self._in_parallel(self._fetch, handles)
 
     def _fetch(self, handle: int) -> Fetched:
-        known = self._by_handle.get(handle)
+        known = self._known.by_handle(handle)
         if known is None:
             return Fetched(handle, Outcome.MISSING)
         shape = self._shapes[known.group]
         head = header_bytes(shape.name, shape.stamp, shape.num_layers)
-        got = self._get(known.key, head + shape.row_bytes + ALIGNMENT)
+        size = head + shape.row_bytes + ALIGNMENT
+        got = self._get(known.key, size, "requests_read")
         if isinstance(got, Outcome):
-            if got is Outcome.MISSING and self._health.state != OFFLINE:
-                self._forget(handle, tell=True)
+            if got is Outcome.MISSING:
+                self._known.forget(handle, tell=True)
             return Fetched(handle, got)
         row = self._arenas[known.group].take(1)[0]
         try:
@@ -343,6 +354,7 @@ class RemoteTier:
             return Fetched(handle, Outcome.CORRUPT, reason=str(error))
         self._counters.add("pages_read")
         self._counters.add("bytes_read", row.size)
+        self._known.learn(known.key, known.group, page.content, page.dependency)
         return Fetched(handle, Outcome.OK, row, page)
 
     def _decode(self, data: memoryview, key: bytes, row: Row) -> PageRecord:

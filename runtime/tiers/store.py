@@ -20,12 +20,12 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from statewise.radix.segment import Tier
 from statewise.runtime.errors import OperatingError
 from statewise.runtime.tiers.buffers import Row
-from statewise.runtime.tiers.page import GroupShape, PageRecord
+from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord
 
 NO_HANDLE = -1
 MAX_HANDLE = (1 << 31) - 1  # handles fit the tree's int32 tables
@@ -161,6 +161,32 @@ class TierStore(Protocol):
 
     def close(self) -> None:
         """Stop using it. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AskedStore(TierStore, Protocol):
+    """A store that knows of pages which others wrote only once it was asked for them."""
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether asking makes sense now."""
+        ...
+
+    def probe(self, addresses: Sequence[PageAddress]) -> list[Outcome]:
+        """Ask which pages are there; `find` knows afterwards. For I/O threads."""
+        ...
+
+    def presume(self, addresses: Sequence[PageAddress]) -> None:
+        """Take pages for stored without asking; returns at once."""
+        ...
+
+    def knows_absent(self, key: bytes) -> bool:
+        """Whether asking for a key would be for nothing; returns at once."""
+        ...
+
+    def gave_no_answer(self, seconds: float) -> None:
+        """Nobody waits any longer for an answer to a question of `seconds` ago."""
         ...
 
 

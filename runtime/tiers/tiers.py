@@ -36,10 +36,12 @@ from statewise.runtime.tiers.copies import (
 )
 from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.host import HostTier, slots_within
+from statewise.runtime.tiers.lanes import Lanes
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PrefixChain
 from statewise.runtime.tiers.remote import RemoteTier, open_url
 from statewise.runtime.tiers.store import (
     NO_HANDLE,
+    AskedStore,
     Counters,
     Outcome,
     TierError,
@@ -102,10 +104,13 @@ class Tiers:
         self,
         stores: Sequence[TierStore],
         copier: Copier,
-        engine: TransferEngine,
+        engine: TransferEngine | Lanes,
         secret: bytes = b"",
     ) -> None:
         self.stores = {store.tier: store for store in sorted(stores, key=lambda s: s.tier)}
+        asked = self.stores.get(Tier.REMOTE)
+        assert asked is None or isinstance(asked, AskedStore)
+        self.remote: AskedStore | None = asked
         self.engine = engine
         self.counters = Counters()
         self.events = EventLog()
@@ -235,9 +240,9 @@ class Tiers:
         return transfer
 
     def probe(self, addresses: Sequence[PageAddress], on_done: OnDone | None = None) -> Transfer:
-        """Ask the remote store for pages; `find` knows afterwards."""
-        remote = self.stores[Tier.REMOTE]
-        assert isinstance(remote, RemoteTier)
+        """Ask the remote store for pages; `find` knows afterwards, results say what is there."""
+        remote = self.remote
+        assert remote is not None
 
         def step_of(first: int) -> Step:
             part = addresses[first : first + PROBE_PAGES]
@@ -407,7 +412,11 @@ def open_tiers(  # noqa: PLR0913 (parts, each named)
             store.close()
         raise
     copier = Copier(shapes, blocks, clock, secret, settings.engine.step_bytes, landing)
-    return Tiers(stores, copier, TransferEngine(settings.engine, clock, notify), secret)
+    engine = TransferEngine(settings.engine, clock, notify)
+    if not settings.remote_url:
+        return Tiers(stores, copier, engine, secret)
+    beside = TransferEngine(settings.engine, clock, notify)
+    return Tiers(stores, copier, Lanes(engine, beside, clock), secret)
 
 
 def _open_host(

@@ -25,17 +25,36 @@ def generate(server: ServerProcess) -> dict[str, Any]:
     return shown
 
 
-def stored_pages(server: ServerProcess) -> int:
-    """Pages on disk, once no more are being written."""
+def stored_pages(server: ServerProcess, name: str = "disk") -> int:
+    """Pages in a tier, once no more are being written."""
     last = -1
     for _ in range(200):
         (state,) = server.get("/server_info").json()["internal_states"]
-        (disk,) = [tier for tier in state["tiers"] if tier["tier"] == "disk"]
-        if disk["pages"] and disk["pages"] == last:
+        (tier,) = [tier for tier in state["tiers"] if tier["tier"] == name]
+        if tier["pages"] and tier["pages"] == last:
             return last
-        last = disk["pages"]
+        last = tier["pages"]
         time.sleep(0.2)
     raise AssertionError("nothing was stored")
+
+
+def test_a_second_server_finds_what_the_first_left_in_a_shared_folder(tmp_path: Path) -> None:
+    make_tiny_model("gemma3", tmp_path / "m", size=SIZE)
+    flags = ("--page-size", "8", "--max-total-tokens", "2048", "--dtype", "float32",
+             "--num-threads", "1", "--no-calibrate",
+             "--remote-cache", (tmp_path / "shared").as_uri())  # fmt: skip
+    with model_server(tmp_path / "m", *flags) as server:
+        cold = generate(server)
+        wait_for_metric(server, 'statewise:probes_total{model_name="m",outcome="absent"} 1.0')
+        stored_pages(server, "remote")
+    with model_server(tmp_path / "m", *flags) as server:
+        warm = generate(server)
+        assert warm["output_ids"] == cold["output_ids"]
+        assert warm["meta_info"]["cache_report"]["loaded_from"] == {"remote": 392}
+        wait_for_metric(server, 'statewise:probes_total{model_name="m",outcome="found"} 1.0')
+        assert server.post("/flush_cache", {}).status_code == 200
+        again = generate(server)
+        assert again["output_ids"] == cold["output_ids"]
 
 
 def wait_for_metric(server: ServerProcess, text: str) -> None:
