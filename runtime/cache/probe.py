@@ -6,7 +6,7 @@
     trailing    what the depth found needs; where it is not there, the deepest place below with it
 
 A question is the header of one object. Answers go to the store's own memory (`tiers/known`), so the
-next lookup finds what is there. Who waits for them waits for `PATIENCE_S` at most, whatever the
+next lookup finds what is there. Who waits for them waits for `MAX_ASKING_S` at most, whatever the
 store does; a page wrongly presumed is a load that fails.
 
 This module runs on the control plane's thread and does no I/O.
@@ -27,7 +27,8 @@ from statewise.runtime.tiers.store import AskedStore, Outcome
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import Transfer
 
-PATIENCE_S = 0.5  # from the moment a request would have run but for the answers
+PATIENCE_S = 0.5  # for one round of questions
+MAX_ASKING_S = 1.0  # of the store's time for all rounds about one prompt
 FAN = 8  # questions asked side by side, to find the end of a run
 MAX_QUESTIONS = 1024  # about one prompt
 MAX_BELOW = 64  # of them, for trailing state below the depth
@@ -198,12 +199,26 @@ class Questions:
 class Probe:
     """One prompt that a remote store is being asked about."""
 
-    def __init__(self, questions: Questions, until_s: float) -> None:
+    def __init__(self, questions: Questions, now_s: float) -> None:
         self.questions = questions
-        self.until_s = until_s
         self.asking = questions.all()
         self.transfer: Transfer | None = None  # the questions under way
         self.is_done = False
+        self._begun_s = now_s
+        self._spent_s = 0.0  # by the store, in rounds that have ended
+
+    def ended(self, transfer: Transfer) -> None:
+        """A round of questions has ended."""
+        self._spent_s += transfer.finished_s - transfer.submitted_s
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether its time is over; answers that have come and not been read are not late."""
+        if self.transfer is None:
+            return now_s - self._begun_s >= MAX_ASKING_S
+        if self.transfer.is_done:
+            return False
+        seconds = now_s - self.transfer.submitted_s
+        return seconds >= PATIENCE_S or self._spent_s + seconds >= MAX_ASKING_S
 
 
 class Probes:
@@ -224,7 +239,7 @@ class Probes:
             return None
         look = self._state.look_at(match, verdicts)
         questions = Questions(self._state, look, store, step_pages, look.depth)
-        probe = Probe(questions, self._clock.monotonic() + PATIENCE_S)
+        probe = Probe(questions, self._clock.monotonic())
         self._queued.append(probe)
         self._start_next()
         return None if probe.is_done else probe
@@ -245,6 +260,7 @@ class Probes:
             return
 
         def ended(transfer: Transfer) -> None:
+            probe.ended(transfer)
             if not probe.is_done:
                 results = transfer.results
                 self._go_on(probe, [r is not None and r.outcome is Outcome.OK for r in results])
@@ -269,9 +285,10 @@ class Probes:
 
     def give_up_late(self) -> None:
         """Give up those whose time is over."""
-        now = self._clock.monotonic()
-        for probe in [p for p in (*self._open, *self._queued) if p.until_s <= now]:
-            if not probe.is_done and probe.transfer is not None and self._tiers.remote is not None:
+        now_s = self._clock.monotonic()
+        for probe in [p for p in (*self._open, *self._queued) if p.is_late(now_s)]:
+            has_begun = probe.transfer is not None and probe.transfer.started_s > 0
+            if has_begun and not probe.is_done and self._tiers.remote is not None:
                 self._tiers.remote.gave_no_answer(PATIENCE_S)
             self.give_up(probe, "unanswered")
 

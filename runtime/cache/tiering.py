@@ -15,6 +15,7 @@ This module does not decide when a request runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import lcm

@@ -133,7 +133,7 @@ class Loading:
             if request.is_prefetched or request.promotion is not None:
                 continue
             lookup = look(request)
-            if self._has_asked(request, lookup, tiering) and lookup.offer is not None:
+            if lookup.offer is not None and not self._is_asking(request, lookup, tiering):
                 request.is_prefetched = tiering.prefetch(lookup.offer)
 
     def yield_to_running(self) -> bool:

@@ -250,7 +250,7 @@ class Tiers:
             return Step(first, len(part), 0, run)
 
         steps = [step_of(first) for first in range(0, len(addresses), PROBE_PAGES)]
-        transfer = Transfer("probe", Tier.REMOTE, Priority.PREFETCH, steps, on_done)
+        transfer = Transfer("probe", Tier.REMOTE, Priority.LOAD, steps, on_done)
         self.engine.submit(transfer)
         return transfer
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from statewise.radix import CostModel
+from statewise.runtime.cache import probe
 from statewise.runtime.engine.core import EngineCore
+from statewise.runtime.tiers import remote
 from support.model_scenarios import VOCAB, Case, run
 from support.object_server import CREDENTIALS, ObjectServer
 from support.tier_engine import forget_device, settle, tiered_core
@@ -46,8 +49,16 @@ def server(started: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
         monkeypatch.setenv(f"AWS_{name.upper()}", value)
     started.behave()
     started.count()
+    be_patient(monkeypatch, 30.0)  # whatever else this machine does
     yield started
     started.behave()
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Wait so long for answers."""
+    monkeypatch.setattr(probe, "PATIENCE_S", seconds)
+    monkeypatch.setattr(probe, "MAX_ASKING_S", seconds)
+    monkeypatch.setattr(remote, "SLOW_S", seconds)
 
 
 def core_of(one: Case, url: str, **args: Any) -> EngineCore:
@@ -139,13 +150,15 @@ def test_trailing_state_below_the_depth_is_found(
 @pytest.mark.parametrize("mode", ["gone", "deny", "garbage", "truncated", "empty", "slow"])
 @pytest.mark.parametrize("moment", ["question", "load"])
 def test_a_store_that_fails_costs_no_request(
-    mode: str, moment: str, root: str, server: ObjectServer
+    mode: str, moment: str, root: str, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, url = case("gemma3", root), server.url(f"fails/{mode}/{moment}")
     write(one, url)
     core = core_of(one, url)
     if mode == "slow":  # patience is what computing would take
-        core.use_cost(type(core.cache.cost.model).uniform(3, 250.0, chunk=64))
+        core.use_cost(CostModel.uniform(3, 250.0, chunk=64))
+        if moment == "question":
+            be_patient(monkeypatch, 0.2)
     tiering = core.cache.tiering
     assert tiering is not None
     if moment == "load":
@@ -166,6 +179,7 @@ def test_a_store_that_fails_costs_no_request(
     else:
         assert counters.get("read_errors", 0) + counters.get("unanswered", 0) > 0, counters
     server.behave()
+    be_patient(monkeypatch, 30.0)
     settle(core)
     core.audit()
     core.close()

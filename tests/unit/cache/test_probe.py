@@ -192,6 +192,8 @@ def test_who_waits_does_not_wait_for_ever() -> None:
         assert probe is not None
         world.probes.give_up_late()
         assert not probe.is_done
+        assert probe.transfer is not None
+        probe.transfer.started_s = world.clock.now  # a thread has taken it, and hangs
         world.clock.now += PATIENCE_S
         world.probes.give_up_late()
         assert probe.is_done

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from statewise.radix import Namespace, Tier, TokenKey
+from statewise.radix import Tier
 from statewise.radix.plan import Level
+from statewise.runtime.messages import CacheOptions
 from support.tier_scene import NO_PLAN, PROMPT, QUICK, Scene
 
 PAGES = 10
@@ -81,8 +82,9 @@ def test_without_a_host_tier_nothing_is_prefetched(tmp_path: Path) -> None:
 
 def test_without_a_remote_store_nothing_is_asked() -> None:
     scene = Scene("F")
-    key = TokenKey(np.array(PROMPT, dtype=np.int32))
-    assert scene.tiering.probe(Namespace(), key) is None
+    tokens = np.array(PROMPT, dtype=np.int32)
+    lookup = scene.cache.lookup(CacheOptions(), tokens, len(PROMPT) - 1)
+    assert scene.tiering.ask(lookup, 1, scene.cache.cost) is None
 
 
 @pytest.mark.parametrize("shape", ["FW", "FR"])
