@@ -7,7 +7,8 @@
     statewise cache import DIR FILE        the pages of such a file
 
 `ls` works beside a running server; the others need the directory for themselves, and say which
-process has it. Exit status 0: done; 1: damage was found; 2: it could not be done.
+process has it. `ls`, `verify` and `export` also read a directory that cannot be written. Exit
+status 0: done; 1: damage was found; 2: it could not be done.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def _verify(args: argparse.Namespace) -> int:
         report = verify(args.directory, SystemClock(), progress)
     print(f"{report.num_whole:,} pages are whole, {_mib(report.size_bytes)}")
     for kind, count in sorted(report.damaged.items()):
-        print(f"{count:,} damaged ({kind}), dropped")
+        done = "dropped" if report.has_dropped else "kept: the directory cannot be written"
+        print(f"{count:,} damaged ({kind}), {done}")
     return 1 if report.damaged else 0
 
 

@@ -10,6 +10,7 @@ This module reads no file, no environment and no machine.
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec import Meta
 
 from statewise.radix.lossy import KINDS as LOSSY_KINDS
 from statewise.runtime.errors import InvalidRequestError
+from statewise.runtime.tiers.url import check_url
 
 
 def _help(group: str, text: str, *choices: str) -> Meta:
@@ -35,6 +37,7 @@ def _share(group: str, text: str) -> Meta:
     return Meta(description=text, ge=0.0, le=1.0, extra={"group": group, "choices": ()})
 
 
+LEAST_DISK_GB = 0.001
 CODECS = ("none", "zstd", "lz4", "shuffle-zstd", "shuffle-lz4", "auto")
 
 GROUPS = {
@@ -320,6 +323,8 @@ def checked(settings: dict[str, Any]) -> ServerArgs:
     for field in msgspec.structs.fields(ServerArgs):
         choices = choices_of(field)
         value = getattr(args, field.name)
+        if isinstance(value, float) and math.isinf(value):
+            raise InvalidRequestError(f"setting {field.name!r} must be a finite number")
         if choices and value not in choices:
             raise InvalidRequestError(
                 f"setting {field.name!r} is {value!r}; it must be one of {', '.join(choices)}"
@@ -332,10 +337,14 @@ def checked(settings: dict[str, Any]) -> ServerArgs:
 
 def _check_tiers(args: ServerArgs) -> None:
     """Refuse settings of slower tiers that do not go together."""
-    if bool(args.disk_cache_dir) != bool(args.disk_cache_gb):
-        raise InvalidRequestError(
-            "a disk cache needs both settings 'disk_cache_dir' and 'disk_cache_gb'"
-        )
+    _check_disk(args)
+    if args.remote_cache:
+        try:
+            check_url(args.remote_cache)
+        except ValueError as error:
+            raise InvalidRequestError(f"setting 'remote_cache' is {error}") from error
+    elif args.remote_cache_codec != "none":
+        raise InvalidRequestError("setting 'remote_cache_codec' is for a 'remote_cache': name one")
     has_tiers = bool(args.host_cache_gb or args.disk_cache_dir or args.remote_cache)
     if has_tiers and args.disable_radix_cache:
         raise InvalidRequestError(
@@ -360,6 +369,29 @@ def _check_tiers(args: ServerArgs) -> None:
         raise InvalidRequestError(
             "setting 'cache_key_file' encrypts 'disk_cache_dir' and 'remote_cache': name one"
         )
+
+
+def _check_disk(args: ServerArgs) -> None:
+    """Refuse settings of a disk cache that lacks a directory or room."""
+    if args.disk_cache_dir:
+        if not args.disk_cache_gb:
+            raise InvalidRequestError(
+                "setting 'disk_cache_dir' names a directory; say with 'disk_cache_gb' how much may "
+                "be kept there"
+            )
+        if args.disk_cache_gb < LEAST_DISK_GB:
+            raise InvalidRequestError(
+                f"setting 'disk_cache_gb' is {args.disk_cache_gb:g}; less than {LEAST_DISK_GB:g} "
+                "holds no prompt of any model"
+            )
+        return
+    for name, default in (
+        ("disk_cache_gb", 0.0), ("cache_ttl_hours", 0.0), ("disk_cache_codec", "none"),
+    ):  # fmt: skip
+        if getattr(args, name) != default:
+            raise InvalidRequestError(
+                f"setting {name!r} is about a disk cache: name its directory with 'disk_cache_dir'"
+            )
 
 
 def meta_of(field: msgspec.structs.FieldInfo) -> Meta:

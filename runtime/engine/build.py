@@ -35,6 +35,7 @@ from statewise.runtime.memory.sizing import PoolPlan, SizingRequest, plan_pools
 from statewise.runtime.models.base import CausalLM, LoadOptions
 from statewise.runtime.models.config import ModelInfo
 from statewise.runtime.models.loader import inspect_model, load_model
+from statewise.runtime.tiers.places import check_places
 from statewise.runtime.tiers.quantise import is_available
 from statewise.runtime.tokenizer.load import load_tokenizer
 from statewise.runtime.tokenizer.tokenizer import Tokenizer
@@ -124,8 +125,9 @@ def build_runtime(
 
     `progress` is called while weights load. `tokenizer` is what grammars are compiled against;
     None: the model's own is opened with the first grammar. Raises ModelLoadError,
-    InvalidRequestError or PoolSizeError.
+    InvalidRequestError, PoolSizeError or TierError.
     """
+    check_places(args.disk_cache_dir, args.remote_cache, args.cache_key_file)
     set_threads(args)
     _check_lossy(args)
     info = inspect_model(args.model_path, args.context_length)

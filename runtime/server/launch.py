@@ -4,7 +4,8 @@
     Ctrl-C, SIGTERM, or process --parent-pid ends
         -> refuse new requests, let open ones finish a while, end everything
 
-The port is bound before anything is loaded, so that a port in use is an error of the first second.
+The port is bound and the places of slower tiers are looked at before anything is loaded, so that a
+port or a directory in use is an error of the first second.
 
 This module holds no request and knows no route.
 """
@@ -34,6 +35,7 @@ from statewise.runtime.server.parent import ParentWatch
 from statewise.runtime.server.rpc import RpcEndpoint, check_rpc_settings
 from statewise.runtime.server.service import Service, model_name_of
 from statewise.runtime.server.supervisor import MODULES, Supervisor
+from statewise.runtime.tiers.places import check_places
 
 ABORT_GRACE_S = 0.5  # for terminal events of aborted requests to reach their clients
 HTTP_GRACE_S = 2  # for answers being written when the server stops
@@ -84,6 +86,7 @@ class Server:
 
     def __init__(self, args: ServerArgs, modules: Mapping[str, str]) -> None:
         check_rpc_settings(args)
+        check_places(args.disk_cache_dir, args.remote_cache, args.cache_key_file)
         self._args = args
         self._clock = SystemClock()
         self._listener = bind(args.host, args.port)

@@ -2,6 +2,7 @@
 
     list_pages    what is there, by group and stamp       works beside a running server
     verify        every record read and checked           needs the directory for itself
+                                                          (a read-only one: without a lock)
     collect       expired pages, sparse extents           needs the directory for itself
     export_pages  all records into one file               an extent: it describes itself
     import_pages  the records of such a file              damaged and known ones are left out
@@ -24,8 +25,9 @@ from statewise.runtime.tiers.buffers import Bytes, allocate
 from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.disk_index import FILE_NAME, DiskIndex, IndexUnusableError
 from statewise.runtime.tiers.disk_open import FORMAT_FILE, check_is_ours
+from statewise.runtime.tiers.disk_view import DiskView
 from statewise.runtime.tiers.extents import Extent, Extents
-from statewise.runtime.tiers.files import Files
+from statewise.runtime.tiers.files import Files, can_write
 from statewise.runtime.tiers.record import Header, RecordError, check_body
 from statewise.runtime.tiers.store import NO_HANDLE, TierError
 from statewise.runtime.tiers.writing import Batch
@@ -52,11 +54,12 @@ class GroupListing:
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. `damaged` counts kinds; damaged pages have been dropped."""
+    """What `verify` found. `damaged` counts kinds; damaged pages were dropped if `has_dropped`."""
 
     num_whole: int = 0
     size_bytes: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
+    has_dropped: bool = True
 
 
 class _AnyPages(Bodies):
@@ -105,10 +108,28 @@ def opened(directory: Path, clock: Clock, ttl_s: float = 0.0) -> Iterator[DiskTi
         disk.close()
 
 
+@contextmanager
+def readable(directory: Path, clock: Clock) -> Iterator[DiskTier | DiskView]:
+    """A disk cache to be read through: its own owner's where it can be written."""
+    if can_write(directory):
+        with opened(directory, clock) as disk:
+            yield disk
+        return
+    view = DiskView(directory)
+    try:
+        yield view
+    finally:
+        view.close()
+
+
 def verify(directory: Path, clock: Clock, progress: Progress = _quiet) -> VerifyReport:
-    """Read every record, check header, place and body, and drop what is damaged."""
+    """Read every record, check header, place and body, and drop what is damaged.
+
+    In a directory that cannot be written nothing is dropped.
+    """
     report = VerifyReport()
-    with opened(_existing(directory), clock) as disk:
+    with readable(_existing(directory), clock) as disk:
+        report.has_dropped = isinstance(disk, DiskTier)
         handles = disk.all_handles()
         for done, handle in enumerate(handles):
             progress(done, len(handles))
@@ -137,18 +158,19 @@ def export_pages(directory: Path, target: Path, clock: Clock, progress: Progress
     if target.exists():
         raise TierError(f"{target} exists")
     files = Files()
-    with opened(_existing(directory), clock) as disk:
+    with readable(_existing(directory), clock) as disk:
         handles = disk.all_handles()
         records = _records(disk, handles, progress)
+        used = disk.status().used_bytes if isinstance(disk, DiskTier) else disk.used_bytes
         try:
-            return _write_export(files, target, records, disk.status().used_bytes)
+            return _write_export(files, target, records, used)
         except OSError as error:
             files.remove(target)
             raise TierError(f"{target}: {error}") from error
 
 
 def _records(
-    disk: DiskTier, handles: list[int], progress: Progress
+    disk: DiskTier | DiskView, handles: list[int], progress: Progress
 ) -> Iterator[tuple[Header, Bytes]]:
     for done, handle in enumerate(handles):
         progress(done, len(handles))

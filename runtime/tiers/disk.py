@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_SHARE = 0.5  # most of an evicted extent that may be copied out
 SPARSE_SHARE = 0.5  # an extent with less in use is worth compacting
+LEAST_EXTENTS = 8  # of a page of every group: below that a budget is a mistake
 
 
 @dataclass(frozen=True)
@@ -420,6 +421,11 @@ class DiskTier:
             self._extents.close()
             self._index.close()
             opened.lock.release()
+
+
+def least_budget(shapes: Sequence[GroupShape]) -> int:
+    """Bytes below which a directory does not even hold a few pages of each group."""
+    return LEAST_EXTENTS * (EXTENT_HEADER_BYTES + sum(map(_record_bytes, shapes)))
 
 
 def _record_bytes(shape: GroupShape) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from statewise.runtime.tiers.files import can_write
 from statewise.runtime.tiers.page import ALIGNMENT, KEY_BYTES
 
 FORMAT = 1
@@ -111,7 +112,7 @@ class DiskIndex:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Open or create; IndexUnusableError for a file that is not such an index."""
-        uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        uri = f"{path.resolve().as_uri()}?{_mode(path, read_only=read_only)}"
         self._db = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
         try:
             self._prepare(read_only)
@@ -191,6 +192,17 @@ class DiskIndex:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _mode(path: Path, *, read_only: bool) -> str:
+    """How to open the file. A journal that is shared needs a directory that can be written."""
+    if not read_only:
+        return "mode=rwc"
+    journal = path.with_name(path.name + "-wal")
+    is_still = not can_write(path.parent)
+    with contextlib.suppress(OSError):
+        is_still = is_still and journal.stat().st_size == 0
+    return "mode=ro&immutable=1" if is_still else "mode=ro"
 
 
 def is_plausible(row: IndexRow) -> bool:

@@ -19,6 +19,7 @@ from statewise.runtime.tiers.buffers import Bytes
 from statewise.runtime.tiers.page import ALIGNMENT
 from statewise.runtime.tiers.store import TierError
 
+LOCK = "lock"
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 MAX_SEGMENTS = 1024  # buffers of one vectored call (IOV_MAX)
@@ -119,6 +120,12 @@ class Files:
             os.close(fd)
 
 
+def can_write(directory: Path) -> bool:
+    """Whether files can be made in a directory: not on a read-only medium, nor in another's."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(directory, os.W_OK, effective_ids=effective)
+
+
 def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
@@ -131,7 +138,7 @@ class DirectoryLock:
     """The right of one process to a directory, held until `release` or the process's end."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "lock"
+        path = directory / LOCK
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

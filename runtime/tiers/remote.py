@@ -50,12 +50,12 @@ from statewise.runtime.tiers.store import (
     TierError,
     TierStatus,
 )
+from statewise.runtime.tiers.url import URL_SETTINGS
 
 logger = logging.getLogger(__name__)
 
 NUM_CONNECTIONS = 16
 OBJECTS = "v1"
-URL_SETTINGS = ("endpoint", "region")
 TIMEOUT, CONNECT_TIMEOUT = "20s", "5s"  # of one request; it is tried twice
 SLOW_S = 0.5  # an answer to a question that comes later is none
 

@@ -15,6 +15,7 @@ This module decides nothing about requests: the planner does, with the figures i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from statewise.runtime.tiers.copies import (
     LoadPage,
     as_read,
 )
-from statewise.runtime.tiers.disk import DiskOptions, DiskTier
+from statewise.runtime.tiers.disk import DiskOptions, DiskTier, least_budget
 from statewise.runtime.tiers.host import HostTier, slots_within
 from statewise.runtime.tiers.lanes import Lanes
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PrefixChain
@@ -437,8 +438,12 @@ def _open_host(
 def _open_disk(
     shapes: Sequence[GroupShape], settings: TierSettings, clock: Clock, keys: Keys | None
 ) -> DiskTier:
-    if settings.disk_bytes < 1:
-        raise TierError("a disk cache needs a size: set --disk-cache-gb")
+    least = least_budget(shapes)
+    if settings.disk_bytes < least:
+        raise TierError(
+            f"disk cache: {settings.disk_bytes:,} bytes do not hold a few pages of this model's "
+            f"state; set --disk-cache-gb to at least {math.ceil(least / 1e5) / 1e4:g}"
+        )
     options = DiskOptions(settings.disk_bytes, ttl_s=settings.disk_ttl_s, codec=settings.disk_codec)
     bodies = Bodies(settings.disk_codec, keys)
     return DiskTier(Path(settings.disk_directory).expanduser(), shapes, options, clock, bodies)

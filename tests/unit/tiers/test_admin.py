@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,4 +121,76 @@ def test_what_cannot_be_done_is_said(
     disk = open_disk(cache)
     assert main(["cache", "verify", str(cache)]) == 2
     assert "in use by process" in capsys.readouterr().err
+    disk.close()
+
+
+@contextmanager
+def without_writing(directory: Path) -> Iterator[None]:
+    """The directory is read-only for this process, be it root's or not."""
+    paths = [directory, *directory.rglob("*")]
+    modes = [path.stat().st_mode for path in paths]
+    user = os.geteuid()
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for path, mode in zip(paths, modes, strict=True):
+            path.chmod(mode)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that another user may enter."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("index", ["there", "gone"])
+def test_a_read_only_directory_can_be_read_through(
+    index: str, public: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a read-only medium, or another user's: no lock is needed, and nothing is written."""
+    cache, out = public / "c", public / "out"
+    out.mkdir()
+    out.chmod(0o777)
+    disk = open_disk(cache)
+    store_pages(disk, addresses(6))
+    disk.close()
+    damage(cache, 2)
+    (cache / "lock").unlink()
+    if index == "gone":
+        (cache / "index.sqlite").unlink()
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    with without_writing(cache):
+        with pytest.raises(OSError, match="denied"):
+            (cache / "lock").touch()
+        assert main(["cache", "verify", str(cache)]) == 1
+        shown = capsys.readouterr().out
+        assert "5 pages are whole" in shown
+        assert "1 damaged (body), kept: the directory cannot be written" in shown
+        assert main(["cache", "export", str(cache), str(out / "pages.swx")]) == 0
+        assert "5 pages in" in capsys.readouterr().out
+        if index == "there":
+            assert main(["cache", "ls", str(cache)]) == 0
+            assert "6 pages" in capsys.readouterr().out
+        assert main(["cache", "gc", str(cache)]) == 2, "that one writes"
+        assert "ermission denied" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+    assert main(["cache", "import", str(public / "d"), str(out / "pages.swx")]) == 0
+    assert "5 pages are new" in capsys.readouterr().out
+
+
+def test_a_read_only_directory_that_a_server_has_is_refused(
+    public: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = open_disk(public / "c")
+    store_pages(disk, addresses(2))
+    with without_writing(public / "c"):
+        assert main(["cache", "verify", str(public / "c")]) == 2
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
     disk.close()
