@@ -28,6 +28,7 @@ from statewise.radix.pairs import Pairs, full_pairs
 from statewise.radix.segment import Tier
 
 Float = NDArray[np.float64]
+Int64 = NDArray[np.int64]
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 BATCHES = (16, 128, 512, 2048)
 
@@ -124,6 +125,32 @@ class CostModel:
         """Entries that tokens [start, end) read in the first layers."""
         pairs = self.pairs or full_pairs(self.num_layers)
         return pairs.count(start, end, num_layers)
+
+    def spans_s(self, starts: Int64, ends: Int64) -> Float:
+        """`prefill_s` of many spans [start, end) at full depth; nothing for empty ones."""
+        tokens = np.maximum(ends - starts, 0)
+        full, rest = np.divmod(tokens, self.chunk)
+        seconds: Float = (full + (rest > 0)) * self.step_s
+        self._one_chunk_s(1, self.num_layers)
+        times = self._by_depth[self.num_layers]
+        sizes = (0, *self.batches)
+        last = np.where(
+            rest > sizes[-1], times[-1] * rest / sizes[-1], np.interp(rest, sizes, times)
+        )
+        seconds += full * self._one_chunk_s(self.chunk, self.num_layers) + last
+        if self.pair_s:
+            pairs = self.pairs or full_pairs(self.num_layers)
+            read = [
+                pairs.before_all(at.astype(np.float64), self.num_layers) for at in (starts, ends)
+            ]
+            seconds += self.pair_s * np.where(tokens > 0, read[1] - read[0], 0.0)
+        return seconds
+
+    def reads_s(self, num_pages: int, page_size: int, num_layers: int) -> Float:
+        """[num_pages + 1] seconds of reading, for the tokens before each boundary of a page."""
+        at = np.arange(num_pages + 1, dtype=np.float64) * page_size
+        pairs = self.pairs or full_pairs(self.num_layers)
+        return self.pair_s * pairs.before_all(at, num_layers) if self.pair_s else np.zeros_like(at)
 
     def _one_chunk_s(self, num_tokens: int, num_layers: int) -> float:
         """Seconds of one chunk by bilinear interpolation; planning asks this thousands of times."""

@@ -61,8 +61,9 @@ class Demand:
     def depths(self, num_pages: int, page_size: int) -> list[int]:
         """[num_pages] layers that must run on each page; 0 for none."""
         depth = [0] * num_pages
+        deeper = (*self.inputs[1:], ())
         for layer, spans in enumerate(self.inputs):
-            for lo, hi in spans:
+            for lo, hi in spans if spans is not deeper[layer] else ():
                 first, stop = lo // page_size, min(-(-hi // page_size), num_pages)
                 depth[first:stop] = [layer + 1] * (stop - first)
         return depth
@@ -71,23 +72,35 @@ class Demand:
 def union(spans: Iterable[Span]) -> Spans:
     """Sort and join; empty spans vanish."""
     out: list[Span] = []
-    for lo, hi in sorted(s for s in spans if s[0] < s[1]):
-        if out and lo <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], hi))
-        else:
-            out.append((lo, hi))
+    first = end = -1
+    for lo, hi in sorted(spans):
+        if hi <= lo:
+            continue
+        if lo > end:
+            if end > first:
+                out.append((first, end))
+            first, end = lo, hi
+        elif hi > end:
+            end = hi
+    if end > first:
+        out.append((first, end))
     return tuple(out)
 
 
-def within(spans: Spans, lo: int, hi: int) -> list[Span]:
-    """The parts of `spans` inside [lo, hi)."""
-    first = max(bisect_right(spans, (lo, 0)) - 1, 0)
-    out = []
-    for a, b in spans[first:]:
-        if a >= hi:
-            break
-        if b > lo:
-            out.append((max(a, lo), min(b, hi)))
+def within(spans: Spans, parts: Iterable[Span]) -> list[Span]:
+    """What of `spans` lies in any of `parts`, which ascend by both ends and may overlap."""
+    out: list[Span] = []
+    at = done = 0
+    for lo, hi in parts:
+        first = max(lo, done)
+        while at < len(spans) and spans[at][1] <= first:
+            at += 1
+        for i in range(at, len(spans)):
+            a, b = spans[i]
+            if a >= hi:
+                break
+            out.append((a if a > first else first, b if b < hi else hi))
+        done = max(done, hi)
     return out
 
 
@@ -112,20 +125,30 @@ def demand_of(schema: CacheSchema, written: Mapping[int, Spans], offer: Offer) -
     restarts: set[int] = set()
     inputs: list[Spans] = [()] * schema.num_layers
     outputs: Spans = ()
+    taken: Spans = ()
+    closed: dict[int, Spans] = {}  # outputs whose reads of a window group are among them
+    readers = _readers(schema)
     for layer in reversed(range(schema.num_layers)):
-        needed = [*outputs, *written.get(layer, ()), *extra.pop(layer, [])]
-        for group, owner in _readers(schema)[layer]:
+        own = written.get(layer, ())
+        needed: list[Span] = [*(own if own is not taken else ()), *extra.pop(layer, [])]
+        taken = own or taken  # of layers alike it is the very same tuple
+        for group, owner in readers[layer]:
             spec = schema.groups[group]
             if spec.kind is GroupKind.RECURRENT:
-                spans = outputs if layer not in spec.layers else union(needed)
+                spans = outputs if layer not in spec.layers else union([*outputs, *needed])
                 needed += _since_restart(spans, offer.restarts[group], restarts)
             else:
-                reads = _window_reads(spec, outputs, tokens[group])
                 if owner == layer:
-                    needed += reads
+                    if closed.get(group) is not outputs:
+                        needed += _window_reads(spec, outputs, tokens[group])
+                    closed[group] = outputs
                 else:
+                    reads = _window_reads(spec, outputs, tokens[group])
                     extra.setdefault(owner, []).extend(reads)
-        inputs[layer] = outputs = union(needed)
+        if needed:  # else the very same tuple: whoever compares layers sees it at once
+            joined = union([*outputs, *needed])
+            outputs = outputs if joined == outputs else joined
+        inputs[layer] = outputs
     return Demand(tuple(inputs), frozenset(restarts))
 
 
@@ -141,17 +164,15 @@ def _since_restart(spans: Spans, restarts: Sequence[int], used: set[int]) -> lis
 
 def _window_reads(spec: StateGroupSpec, outputs: Spans, unusable: Spans) -> list[Span]:
     """Tokens on unusable pages that outputs of these tokens read."""
-    if not unusable:
+    if not unusable or not outputs:
         return []
-    out: list[Span] = []
-    for lo, hi in outputs:
-        if spec.kind is GroupKind.CHUNKED:
-            first = lo - lo % spec.window
-        else:
-            first = max(0, lo - spec.window + 1)
-        out += within(unusable, first, hi)
-        if spec.sinks:
-            out += within(unusable, 0, min(spec.sinks, hi))
+    if spec.kind is GroupKind.CHUNKED:
+        parts = [(lo - lo % spec.window, hi) for lo, hi in outputs]
+    else:
+        parts = [(max(0, lo - spec.window + 1), hi) for lo, hi in outputs]
+    out = within(unusable, parts)
+    if spec.sinks:
+        out += within(unusable, [(0, min(spec.sinks, outputs[-1][1]))])
     return out
 
 

@@ -20,7 +20,13 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
+
+Float = NDArray[np.float64]
+MAX_KNOWN = 1 << 16  # sums kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,28 @@ class Reads:
         read = self.ratio * _sum_to(entries - 1) + entries * (rest + 1)
         return self.weight * (read + self.most * (position - whole))
 
+    def before_all(self, positions: Float) -> Float:
+        """`before` of many positions at once."""
+        if self.is_chunked:
+            chunks, rest = np.divmod(positions, self.window)
+            read: Float = chunks * _sum_to(self.window) + rest * (rest + 1) / 2
+        elif self.window:
+            past = np.maximum(positions - self.window, 0)
+            read = _all_capped(positions, self.window) + _all_capped(past, self.sinks)
+        else:
+            most = self.most * self.ratio or np.inf
+            entries, rest = np.divmod(np.minimum(positions, most), self.ratio)
+            read = self.ratio * entries * (entries - 1) / 2 + entries * (rest + 1)
+            read += self.most * np.maximum(positions - most, 0)
+        read *= self.weight
+        return read
+
+
+def _all_capped(n: Float, limit: int) -> Float:
+    least = np.minimum(n, limit)
+    total: Float = least * (least + 1) / 2 + limit * np.maximum(n - limit, 0)
+    return total
+
 
 def _sum_to(n: int) -> int:
     """Return 1 + 2 + ... + n."""
@@ -71,13 +99,29 @@ class Pairs:
             seen.update(reads)
             by_depth.append(tuple(seen.items()))
         self._by_depth = by_depth
+        self._known: dict[tuple[int, int], float] = {}
 
     def count(self, start: int, end: int, num_layers: int) -> float:
         """Entries read by tokens [start, end) in the first `num_layers` layers."""
-        return sum(
-            times * (reads.before(end) - reads.before(start))
-            for reads, times in self._by_depth[num_layers]
-        )
+        return self._before(end, num_layers) - self._before(start, num_layers)
+
+    def _before(self, position: int, num_layers: int) -> float:
+        """Entries read by tokens [0, position); planning asks for the same ones again and again."""
+        known = self._known.get((position, num_layers))
+        if known is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            every = self._by_depth[num_layers]
+            known = float(sum(times * reads.before(position) for reads, times in every))
+            self._known[position, num_layers] = known
+        return known
+
+    def before_all(self, positions: Float, num_layers: int) -> Float:
+        """Entries read by the tokens before each of many positions."""
+        total = np.zeros_like(positions)
+        for reads, times in self._by_depth[num_layers]:
+            total += times * reads.before_all(positions)
+        return total
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,8 @@
 """The recovery planner: from what matched to the cheapest way of using it.
 
     for each reach       how slow a tier each group may be read from
-      for each position  where a request could resume
+      for each position  where a request could resume: what it costs at least (`bounds`)
+    the most promising first, until nothing left can be cheaper than what was found:
         load             what it needs and a slower tier has
         replay           what it needs and nothing has, as little as can be (`demand`, `replays`)
         front            or: compute from the front while the later pages stream in
@@ -9,7 +10,8 @@
 
 Pure: same arguments, same plan. Only positions at which something changes are tried: between two
 of them the later one is never dearer, since one page more to repair never costs more than
-computing that page. `docs/recovery.md` derives the rules.
+computing that page. Planning long prompts is bounded by a count of work, not by time: what was not
+looked at then would have been no more promising. `docs/recovery.md` derives the rules.
 
 This module does not execute, does not lease, and knows no clock.
 """
@@ -17,13 +19,14 @@ This module does not execute, does not lease, and knows no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.bounds import Bounds, Prices
 from statewise.radix.cost import CostModel
 from statewise.radix.match import Match
 from statewise.radix.plan import Level, Load, Recompute, RecoveryPlan, Replay, Reuse, Step
@@ -35,8 +38,15 @@ from statewise.radix.target import Reach, Target
 from statewise.radix.validation import Verdict
 
 Bool = NDArray[np.bool_]
-MAX_POSITIONS = 64  # deepest ones tried
+Int64 = NDArray[np.int64]
+Float = NDArray[np.float64]
+MAX_POSITIONS = 64  # of each reach: those that cost least at least
 MAX_REACHES = 64
+MAX_STEPS = 384  # replays that history may take; more are not tried
+SHORT = 16  # pages; nothing is left out of shorter matches
+MAX_WORK = 60_000  # spent on one plan, each about a tenth of a microsecond
+BOUNDS_WORK, LOAD_WORK, FRONT_WORK, REPLAY_WORK = 2, 1, 5, 2  # for each page
+STEP_WORK = 150  # for each step of a replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,16 @@ class _Candidate:
     front: tuple[int, int] | None = None  # pages computed while the rest streams in
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Try:
+    """A position that may be worth it; the less it costs at least, the sooner."""
+
+    least_s: float
+    before: int  # the page, negative: of equals the deepest first
+    is_front: bool
+    reach: Reach = field(compare=False)
+
+
 def plan(
     match: Match,
     verdicts: Iterable[Verdict],
@@ -97,17 +117,24 @@ class _Planner:
         self.step = lcm(budget.granularity, self.size) // self.size  # pages
         self.device: Reach = (Tier.DEVICE,) * schema.num_groups
         self.direct = int(self._usable(self.device)[-1])
+        self._work = 0
 
     def best(self) -> RecoveryPlan:
         """The plan of the cheapest candidate, or the one that resumes inside a page."""
         found = self._recompute()
-        for candidate in self._candidates(found):
-            if _order(candidate) < _order(found) and self._affordable(candidate):
-                found = candidate
+        for try_ in self._tries(found):
+            if try_.least_s > found.total_s or self._is_worked_out(MAX_WORK):
+                break
+            for candidate in self._candidates(try_, found.total_s):
+                if _order(candidate) < _order(found) and self._affordable(candidate):
+                    found = candidate
         terminal = self._terminal()
         if terminal is not None and terminal.total_s <= found.total_s:
             return terminal
         return self._plan_of(found)
+
+    def _is_worked_out(self, limit: int) -> bool:
+        return self._work > limit and self.have.num_pages > SHORT
 
     def _prefill(self, page: int) -> float:
         """Seconds from a page to the end of the prompt, all layers."""
@@ -144,59 +171,100 @@ class _Planner:
 
     # ---------------------------------------------------------------- candidates
 
-    def _candidates(self, best: _Candidate) -> Iterator[_Candidate]:
-        """Everything worth comparing; what cannot beat `best` even for free is left out."""
+    def _tries(self, best: _Candidate) -> list[_Try]:
+        """Everything worth looking at, the most promising first."""
         if self.direct == self.have.num_pages:
-            return
+            return []
+        prices = Prices(self.have, self.cost, self.budget.prompt_len)
+        changes = self._changes()
+        found: list[_Try] = []
         for reach in self._reaches():
-            for page in self._positions(reach):
-                target = Target(self.have, page, reach)
-                load_s = self.cost.load_s(target.load_bytes())
-                if load_s + self._prefill(page) <= best.total_s:
-                    yield from self._repaired(target, load_s)
-                if self.budget.front:
-                    yield from self._front(target)
+            if self._is_worked_out(MAX_WORK // 2):
+                break
+            self._work += BOUNDS_WORK * self.have.num_pages
+            bounds = Bounds(self.have, reach, prices, self.cost)
+            pages = self._positions(changes, reach, bounds)
+            found += self._promising(bounds.seconds, pages, reach, best.total_s)
+            if self.budget.front:
+                ahead = bounds.front(self.direct)
+                found += self._promising(ahead, pages, reach, best.total_s, is_front=True)
+        return sorted(found)
+
+    def _promising(
+        self,
+        least: Float,
+        pages: Int64,
+        reach: Reach,
+        limit_s: float,
+        *,
+        is_front: bool = False,
+    ) -> list[_Try]:
+        """Positions that may be cheaper than the limit, those that cost least at least."""
+        pages = pages[least[pages] <= limit_s]
+        if len(pages) > MAX_POSITIONS:
+            pages = pages[np.argsort(least[pages], kind="stable")[:MAX_POSITIONS]]
+        found = zip(least[pages].tolist(), pages.tolist(), strict=True)
+        return [_Try(seconds, -page, is_front, reach) for seconds, page in found]
+
+    def _candidates(self, try_: _Try, limit_s: float) -> Iterator[_Candidate]:
+        """Ways to resume there; those above the limit may be left out."""
+        target = Target(self.have, -try_.before, try_.reach)
+        self._work += (FRONT_WORK if try_.is_front else LOAD_WORK) * target.page
+        if try_.is_front:
+            yield from self._front(target)
+        else:
+            yield from self._repaired(target, limit_s)
 
     def _reaches(self) -> list[Reach]:
-        """Every choice of the slowest tier per group that could make a difference."""
+        """Every choice of the slowest tier per group that could make a difference.
+
+        Those with one limit for all groups first; only those where there are very many.
+        """
         slow = self.have.slow_tiers if self.budget.load else {}
         choices = [
             [Tier.DEVICE, *(t for t in slow.get(g, []) if t in self.cost.tiers)]
             for g in range(self.schema.num_groups)
         ]
-        found = list(product(*choices))
-        if len(found) <= MAX_REACHES:
-            return found
-        return [tuple(min(limit, c[-1]) for c in choices) for limit in Tier]
+        alike: list[Reach] = [
+            tuple(max(t for t in c if t <= limit) for c in choices) for limit in Tier
+        ]
+        if prod(map(len, choices)) > MAX_REACHES:
+            return list(dict.fromkeys(alike))
+        return list(dict.fromkeys([*alike, *product(*choices)]))
 
-    def _positions(self, reach: Reach) -> list[int]:
+    def _changes(self) -> Bool:
+        """[num_pages + 1] boundaries at which some group's residency or depth changes."""
+        found = np.zeros(self.have.num_pages + 1, dtype=np.bool_)
+        found[self.have.num_pages] = True
+        for tier in self.have.tier.values():
+            found[1:-1] |= tier[1:] != tier[:-1]
+        for depth in self.have.broken.values():
+            found[1:-1] |= depth[1:] != depth[:-1]
+        return found
+
+    def _positions(self, changes: Bool, reach: Reach, bounds: Bounds) -> Int64:
         """Pages at which resuming is worth trying, deepest first."""
-        pages = {self.have.num_pages, int(self._usable(reach)[-1]), *self.have.changes()}
+        found = changes.copy()
+        found[self._usable(reach)[-1]] = True
+        found[np.searchsorted(bounds.steps, MAX_STEPS, side="right") - 1] = True
         for group, tier in self.have.snapshot_tier.items():
-            pages.update(np.flatnonzero(tier <= reach[group])[-MAX_POSITIONS:].tolist())
-        for group in self.have.history:
-            pages.update(self._depth_changes(group))
-        for page in list(pages):
-            pages.update(self._chunk_floors(page))
-        allowed = sorted({p // self.step * self.step for p in pages}, reverse=True)
-        return [p for p in allowed[:MAX_POSITIONS] if p > self.direct]
+            found |= tier <= reach[group]
+        pages = np.flatnonzero(found)
+        pages = np.concatenate([pages, *self._chunk_floors(pages)])
+        pages = np.unique(pages // self.step * self.step)[::-1]
+        return pages[(pages > self.direct) & (bounds.steps[pages] <= MAX_STEPS)]
 
-    def _depth_changes(self, group: int) -> list[int]:
-        broken = self.have.broken[group]
-        changes: list[int] = (np.flatnonzero(broken[1:] != broken[:-1]) + 1).tolist()
-        return changes
-
-    def _chunk_floors(self, page: int) -> Iterator[int]:
-        """Last boundary at or below a page where a chunked group needs nothing."""
+    def _chunk_floors(self, pages: Int64) -> Iterator[Int64]:
+        """Last boundary at or below each page where a chunked group needs nothing."""
         for spec in self.schema.groups:
             if spec.kind is GroupKind.CHUNKED:
-                token = page * self.size // spec.window * spec.window
-                while token % self.size:
-                    token -= spec.window
-                yield max(token, 0) // self.size
+                unit = lcm(spec.window, self.size)
+                yield pages * self.size // unit * unit // self.size
 
-    def _repaired(self, target: Target, load_s: float) -> Iterator[_Candidate]:
+    def _repaired(self, target: Target, limit_s: float) -> Iterator[_Candidate]:
         """Resume at the target after loading and, where needed, replaying."""
+        load_s = self.cost.load_s(target.load_bytes())
+        prefill_s = self._prefill(target.page)
         seconds = 0.0
         replays: tuple[Replay, ...] = ()
         if target.repairing:
@@ -207,13 +275,15 @@ class _Planner:
             demand = target.demand()
             ground = target.ground(self.step)
             found = cut(demand, ground, self.cost)
-            steps = None if found is None else steps_of(found[1], demand, ground)
-            if found is None or steps is None:
+            self._work += REPLAY_WORK * target.page + STEP_WORK * len(found[1] if found else ())
+            if found is None or load_s + found[0] + prefill_s > limit_s:
+                return
+            steps = steps_of(found[1], demand, ground)
+            if steps is None:
                 return
             seconds, replays = found[0], steps
         recovery = load_s + seconds
-        total = recovery + self._prefill(target.page)
-        yield _Candidate(target, total, recovery, load_s, replays)
+        yield _Candidate(target, recovery + prefill_s, recovery, load_s, replays)
 
     def _front(self, target: Target) -> Iterator[_Candidate]:
         """Compute [direct, x) while pages from x on stream in; x where both end together."""

@@ -15,9 +15,9 @@ This module does not choose the resume position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -40,19 +40,9 @@ class Ground:
 
     schema: CacheSchema
     unusable: Sequence[int]  # [num_pages] bit mask of groups
-    handed_back: dict[int, frozenset[int]]
+    handed_back: Mapping[int, Sequence[int]]  # pages, ascending
     scratch: tuple[int, ...]
     step_pages: int = 1  # starts and ends of steps are multiples of this
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Pages [start, end) alike in depth and in what is unusable."""
-
-    start: int
-    end: int
-    depth: int
-    unusable: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +53,15 @@ class Stretch:
     end: int
     depth: int
     unusable: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """Cheapest steps up to a page: the last of them, and what came before."""
+
+    seconds: float = 0.0
+    last: Stretch | None = None
+    before: _Best | None = None
 
 
 def cut(
@@ -78,28 +77,36 @@ def cut(
     runs = _runs(_coarse(depths, ground.step_pages), ground, restarts)
     if runs is None:
         return None
-    best: list[tuple[float, tuple[Stretch, ...]] | None] = [(0.0, ())]
+    best: list[_Best | None] = [_Best()]
     reach = max(4, MAX_JOIN // max(len(runs), 1))
+    join = _Join(ground.schema, runs, restarts)
     for stop in range(1, len(runs) + 1):
         if not runs[stop - 1].depth:
             best.append(best[stop - 1])
             continue
-        found: tuple[float, tuple[Stretch, ...]] | None = None
-        join = _Join(ground.schema, restarts)
-        for first in range(stop - 1, max(-1, stop - 1 - reach), -1):
-            joined = join.with_run(runs[first])
-            if joined is None:
-                break
+        found: _Best | None = None
+        for first, joined in join.ending_at(stop, reach):
             before = best[first]
             if before is None or not runs[first].depth:
                 continue
             seconds = cost.prefill_s(joined.start * size, joined.end * size, joined.depth)
-            if found is not None and seconds >= found[0]:
+            if found is not None and seconds >= found.seconds:
                 break  # longer and deeper ones only cost more
-            if found is None or before[0] + seconds < found[0]:
-                found = (before[0] + seconds, (*before[1], joined))
+            if found is None or before.seconds + seconds < found.seconds:
+                found = _Best(before.seconds + seconds, joined, before)
         best.append(found)
-    return best[-1]
+    return _chain(best[-1])
+
+
+def _chain(best: _Best | None) -> tuple[float, tuple[Stretch, ...]] | None:
+    """Seconds and stretches in order."""
+    if best is None:
+        return None
+    seconds, stretches = best.seconds, []
+    while best is not None and best.last is not None:
+        stretches.append(best.last)
+        best = best.before
+    return seconds, tuple(reversed(stretches))
 
 
 def _coarse(depths: list[int], step: int) -> list[int]:
@@ -112,8 +119,11 @@ def _coarse(depths: list[int], step: int) -> list[int]:
     return out
 
 
-def _runs(depths: list[int], ground: Ground, restarts: set[int]) -> list[_Run] | None:
-    """Split pages into runs; None where a needed cut is not at a multiple of the granularity."""
+def _runs(depths: list[int], ground: Ground, restarts: set[int]) -> list[Stretch] | None:
+    """Runs of pages alike in depth and in what is unusable.
+
+    None where a needed cut is not at a multiple of the granularity.
+    """
     if not depths:
         return []
     alike = np.array((depths, ground.unusable), dtype=np.int64)
@@ -123,66 +133,66 @@ def _runs(depths: list[int], ground: Ground, restarts: set[int]) -> list[_Run] |
         return None
     ends = [*starts[1:], len(depths)]
     return [
-        _Run(start, end, depths[start], ground.unusable[start])
+        Stretch(start, end, depths[start], ground.unusable[start])
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
 class _Join:
-    """One stretch over consecutive runs, taken in from the last to the first."""
+    """Stretches over consecutive runs."""
 
-    def __init__(self, schema: CacheSchema, restarts: set[int]) -> None:
-        self._schema, self._restarts = schema, restarts
-        self._first: _Run | None = None
-        self._end = self._depth = 0
-        self._masks: set[int] = set()  # of unusable groups
-        self._spoiled = schema.num_layers  # first good layer of a broken page past its demand
+    def __init__(self, schema: CacheSchema, runs: list[Stretch], restarts: set[int]) -> None:
+        self._schema, self._runs, self._restarts = schema, runs, restarts
+        self._written: dict[tuple[int, int], int] = {}
+        self._good: dict[tuple[int, int], int] = {}
 
-    def with_run(self, run: _Run) -> Stretch | None:
-        """Take in the run before those taken so far.
+    def ending_at(self, stop: int, reach: int) -> Iterator[tuple[int, Stretch]]:
+        """(first run, stretch) of those that end with run `stop` - 1, shortest first.
 
-        None where that is no one stretch: not the same groups are written, something restarts
+        Up to the first that is no one stretch: not the same groups are written, something restarts
         inside, or good layers of a broken page would be written over. Longer ones fail as well.
         """
-        if self._first is None:
-            self._end = run.end
-        elif self._first.start in self._restarts:
-            return None
-        self._first = run
-        self._depth = depth = max(self._depth, run.depth)
-        self._masks.add(run.unusable)
-        self._spoiled = min(self._spoiled, _first_good(self._schema, run.unusable, run.depth))
-        if self._spoiled < depth:
-            return None
-        written = {_written(self._schema, mask, depth) for mask in self._masks}
-        if len(written) > 1:
-            return None
-        return Stretch(run.start, self._end, depth, written.pop())
+        runs, end, depth = self._runs, self._runs[stop - 1].end, 0
+        masks: set[int] = set()  # of unusable groups
+        spoiled = self._schema.num_layers  # first good layer of a broken page past its demand
+        for first in range(stop - 1, max(-1, stop - 1 - reach), -1):
+            run = runs[first]
+            if masks and runs[first + 1].start in self._restarts:
+                return
+            depth = max(depth, run.depth)
+            masks.add(run.unusable)
+            spoiled = min(spoiled, self._first_good(run.unusable, run.depth))
+            written = self._writes(run.unusable, depth)
+            if spoiled < depth:
+                return
+            if len(masks) > 1 and any(self._writes(m, depth) != written for m in masks):
+                return
+            yield first, Stretch(run.start, end, depth, written)
 
+    def _first_good(self, unusable: int, depth: int) -> int:
+        """First layer from `depth` on whose history would be written although nothing asks."""
+        known = self._good.get((unusable, depth))
+        if known is None:
+            layers = [
+                layer
+                for g, spec in enumerate(self._schema.groups)
+                if unusable >> g & 1 and spec.kind.is_history
+                for layer in spec.layers
+                if layer >= depth
+            ]
+            known = self._good[unusable, depth] = min(layers, default=self._schema.num_layers)
+        return known
 
-@lru_cache(maxsize=4096)
-def _first_good(schema: CacheSchema, unusable: int, depth: int) -> int:
-    """First layer from `depth` on whose history would be written although nothing demands it."""
-    return min(
-        (
-            layer
-            for g, spec in enumerate(schema.groups)
-            if unusable >> g & 1 and spec.kind.is_history
-            for layer in spec.layers
-            if layer >= depth
-        ),
-        default=schema.num_layers,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _written(schema: CacheSchema, unusable: int, depth: int) -> int:
-    """Groups that a step of this depth writes where they are unusable."""
-    return sum(
-        1 << g
-        for g, spec in enumerate(schema.groups)
-        if unusable >> g & 1 and min(spec.layers) < depth
-    )
+    def _writes(self, unusable: int, depth: int) -> int:
+        """Groups that a step of this depth writes where they are unusable."""
+        known = self._written.get((unusable, depth))
+        if known is None:
+            known = self._written[unusable, depth] = sum(
+                1 << g
+                for g, spec in enumerate(self._schema.groups)
+                if unusable >> g & 1 and min(spec.layers) < depth
+            )
+        return known
 
 
 # ------------------------------------------------------------------------- steps
@@ -193,34 +203,50 @@ def steps_of(
 ) -> tuple[Replay, ...] | None:
     """Replay steps of chosen stretches; None where one would read below what it may."""
     out = []
-    made: set[tuple[int, int]] = set()  # (group, page) written so far
-    restarts = demand.restarts
+    readable = _Readable(ground)
     for stretch in stretches:
-        floor = _floors(stretch, ground, made)
+        floor = readable.floors(stretch)
         if floor is None:
             return None
-        out.append(_step(stretch, ground, floor, restarts))
-        for g in range(ground.schema.num_groups):
-            if stretch.unusable >> g & 1:
-                made.update((g, page) for page in range(stretch.start, stretch.end))
+        out.append(_step(stretch, ground, floor, demand.restarts))
     return tuple(out)
 
 
-def _floors(stretch: Stretch, ground: Ground, made: set[tuple[int, int]]) -> tuple[int, ...] | None:
-    """First token each group may read: above the last page with nothing on it."""
-    schema, size = ground.schema, ground.schema.page_size
-    floors = [0] * schema.num_groups
-    for g, spec in enumerate(schema.groups):
-        if not spec.kind.is_window or min(spec.layers) >= stretch.depth:
-            continue
-        first = first_token(spec, stretch.start * size) // size
-        for page in range(stretch.start - 1, first - 1, -1):
-            if ground.unusable[page] >> g & 1 and (g, page) not in made:
-                floors[g] = (page + 1) * size
-                break
-        if floors[g] and spec.sinks:
-            return None
-    return tuple(floors)
+class _Readable:
+    """What each group may be read from, while steps are taken in order."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._schema = ground.schema
+        mask = np.array(ground.unusable, dtype=np.int64)
+        pages = np.arange(len(mask), dtype=np.int64)
+        self._groups = [g for g, s in enumerate(ground.schema.groups) if s.kind.is_window]
+        self._last = {  # last page below each boundary with nothing usable on it; -1: none
+            g: np.maximum.accumulate([-1, *np.where(mask >> g & 1, pages, -1)]).tolist()
+            for g in self._groups
+        }
+        self._lost = dict.fromkeys(self._groups, -1)  # last of them that no step has written
+        self._end = 0  # of the step before
+
+    def floors(self, stretch: Stretch) -> tuple[int, ...] | None:
+        """First token each group may be read from; None where sinks would be cut off.
+
+        Above the last page with nothing on it that the layers' windows reach.
+        """
+        schema, size = self._schema, self._schema.page_size
+        floors = [0] * schema.num_groups
+        for g in self._groups:
+            spec, last = schema.groups[g], self._last[g]
+            if last[stretch.start] >= self._end:
+                self._lost[g] = last[stretch.start]
+            first = first_token(spec, stretch.start * size) // size
+            if self._lost[g] >= first and min(spec.layers) < stretch.depth:
+                floors[g] = (self._lost[g] + 1) * size
+                if spec.sinks:
+                    return None
+            if not stretch.unusable >> g & 1 and last[stretch.end] >= stretch.start:
+                self._lost[g] = last[stretch.end]
+        self._end = stretch.end
+        return tuple(floors)
 
 
 def _step(
@@ -248,9 +274,7 @@ def _step(
     )
 
 
-def _span(pages: frozenset[int], stretch: Stretch) -> PageRange:
-    """Pages of the set inside the stretch; they are consecutive there."""
-    inside = [page for page in pages if stretch.start <= page < stretch.end]
-    if not inside:
-        return NO_PAGES
-    return min(inside), max(inside) + 1
+def _span(pages: Sequence[int], stretch: Stretch) -> PageRange:
+    """The pages inside the stretch; they are consecutive there."""
+    first, stop = bisect_left(pages, stretch.start), bisect_left(pages, stretch.end)
+    return (pages[first], pages[stop - 1] + 1) if first < stop else NO_PAGES

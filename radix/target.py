@@ -11,6 +11,7 @@ This module does not price, and does not compare positions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,8 @@ Reach = tuple[Tier, ...]  # per group: slowest tier read
 def runs_of(flags: Bool) -> list[Span]:
     """Half-open runs of true entries."""
     padded = np.concatenate(([False], flags, [False]))
-    edges = np.flatnonzero(padded[1:] != padded[:-1])
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Target:
@@ -123,30 +124,42 @@ class Target:
         return found
 
     def _written(self, depth: dict[int, Int64]) -> dict[int, Spans]:
-        """Per layer the tokens whose state must be exact in the end."""
-        written: dict[int, list[Span]] = {}
+        """Per layer the tokens whose state must be exact in the end; layers alike share one."""
+        written: dict[int, list[Spans]] = {}
         end = self.page * self.have.page_size
         for group in self.lacking:
             spec = self.schema.groups[group]
             back = 1 if spec.kind is GroupKind.RECURRENT else end % spec.ratio + spec.overlap
+            last = ((max(0, end - back), end),)
             for layer in spec.layers:
-                written.setdefault(layer, []).append((max(0, end - back), end))
+                written.setdefault(layer, []).append(last)
         for group, missing in self.missing.items():
             if missing.any():
                 for layer, spans in self._written_pages(group, missing, depth[group]):
-                    written.setdefault(layer, []).extend(spans)
-        return {layer: union(spans) for layer, spans in written.items()}
+                    written.setdefault(layer, []).append(spans)
+        joined: dict[tuple[int, ...], Spans] = {}
+        for parts in written.values():
+            alike = tuple(map(id, parts))
+            if alike not in joined:
+                joined[alike] = union(chain.from_iterable(parts))
+        return {layer: joined[tuple(map(id, parts))] for layer, parts in written.items()}
 
     def _written_pages(
         self, group: int, missing: Bool, depth: Int64
-    ) -> Iterator[tuple[int, list[Span]]]:
+    ) -> Iterator[tuple[int, Spans]]:
         """Per layer of a paged group the tokens whose state is written again."""
         size = self.have.page_size
         before = overlap_of(self.schema, group)
+        bounds = np.unique(depth[missing])
+        known: dict[int, Spans] = {}
         for layer in self.schema.groups[group].layers:
-            pages = runs_of(missing & (depth > layer))
-            if pages:
-                yield layer, [(max(0, a * size - before), b * size) for a, b in pages]
+            kind = int(np.searchsorted(bounds, layer, side="right"))
+            if kind == len(bounds):
+                continue
+            if kind not in known:
+                pages = runs_of(missing & (depth > layer))
+                known[kind] = tuple((max(0, a * size - before), b * size) for a, b in pages)
+            yield layer, known[kind]
 
     def _broken_depth(self, group: int) -> Int64:
         """[page] 1 + deepest layer that must be written where the page is missing."""
@@ -179,7 +192,7 @@ class Target:
         mask = np.zeros(self.page, dtype=np.int64)
         for group, usable in self.usable.items():
             mask |= np.where(usable, 0, 1 << group)
-        back = {g: frozenset(np.flatnonzero(m).tolist()) for g, m in self.missing.items()}
+        back = {g: np.flatnonzero(m).tolist() for g, m in self.missing.items()}
         return Ground(self.schema, mask.tolist(), back, self._scratch(), step_pages)
 
     def _scratch(self) -> tuple[int, ...]:

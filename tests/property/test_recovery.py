@@ -22,7 +22,11 @@ from statewise.radix import (
     TierCost,
     plan,
 )
-from support.recovery_oracle import Pages, World, build_match, cheaper_than, run_plan
+from statewise.radix import planner as planner_module
+from statewise.radix.bounds import Bounds, Prices
+from statewise.radix.planner import _Planner, _Try
+from statewise.radix.residency import Residency
+from support.recovery_oracle import Pages, World, build_match, cheaper_than, reaches_of, run_plan
 
 P = 2
 
@@ -160,3 +164,41 @@ def test_the_plan_is_exact_and_no_literal_sequence_is_cheaper(
 def test_loads_and_mixed_plans_are_the_cheapest(name: str, data: st.DataObject) -> None:
     world = data.draw(worlds(name, (0, 0, 1, 1, 2, -1), 3))
     check(world, data.draw(costs(world.schema.num_layers)))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_position_costs_less_than_its_bound(name: str, data: st.DataObject) -> None:
+    world = data.draw(worlds(name, (0, 0, 1, 2, -1), 6))
+    cost = data.draw(costs(world.schema.num_layers))
+    prompt_len = world.num_pages * P + 3
+    have = Residency(build_match(world))
+    planner = _Planner(have, world.schema, cost, Budget(prompt_len))
+    prices = Prices(have, cost, prompt_len)
+    for tiers in reaches_of(world):
+        reach = tuple(Tier(tier) for tier in tiers)
+        bounds = Bounds(have, reach, prices, cost)
+        ahead = bounds.front(planner.direct)
+        for page in range(planner.direct + 1, world.num_pages + 1):
+            for is_front, least in ((False, bounds.seconds[page]), (True, ahead[page])):
+                try_ = _Try(0.0, -page, is_front, reach)
+                for made in planner._candidates(try_, float("inf")):
+                    assert least <= made.total_s
+
+
+@pytest.mark.parametrize("name", ["window", "compressed", "recurrent"])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_plan_made_with_little_work_is_exact(name: str, data: st.DataObject) -> None:
+    world = data.draw(worlds(name, (0, 0, 1, 2, -1), 8))
+    cost = data.draw(costs(world.schema.num_layers))
+    budget, known = Budget(world.num_pages * P + 3), build_match(world)
+    best = plan(known, (), world.schema, cost, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_module, "SHORT", 0)
+        patch.setattr(planner_module, "MAX_WORK", data.draw(st.sampled_from([-1, 20, 2000])))
+        patch.setattr(planner_module, "MAX_STEPS", data.draw(st.integers(0, 2)))
+        made = plan(known, (), world.schema, cost, budget)
+    assert run_plan(world, made).can_resume()
+    assert made.total_s >= best.total_s

@@ -78,3 +78,16 @@ def test_a_model_that_means_nothing_is_refused(change: dict[str, object]) -> Non
     good: dict[str, object] = {"num_layers": 4, "tokens_per_s": ((1.0,) * 4,) * 4}
     with pytest.raises(ValueError, match=r"tokens_per_s|depths|rates"):
         CostModel(**(good | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_spans_at_once_cost_what_each_costs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rates = tuple(map(tuple, rng.uniform(10.0, 1000.0, (4, 4)).tolist()))
+    cost = CostModel(8, rates, chunk=int(rng.integers(100, 3000)), pair_s=1e-5)
+    starts = rng.integers(0, 5000, 50)
+    ends = starts + rng.integers(-10, 5000, 50)
+    one_by_one = [cost.prefill_s(int(a), int(b)) for a, b in zip(starts, ends, strict=True)]
+    assert cost.spans_s(starts, ends).tolist() == pytest.approx(one_by_one)
+    table = cost.reads_s(20, 16, 3)
+    assert table[20] - table[3] == pytest.approx(1e-5 * cost.num_pairs(48, 320, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from statewise.radix import CacheSchema, GroupKind, StateGroupSpec
@@ -49,6 +50,8 @@ def test_a_span_reads_what_its_tokens_read(kind: str) -> None:
         for end in range(start, 60, 7):
             counted = sum(reads(t) for t in range(start, end))
             assert pairs.count(start, end, 1) == pytest.approx(counted)
+    at = np.arange(60, dtype=np.float64)
+    assert pairs.before_all(at, 1).tolist() == [pairs.count(0, int(end), 1) for end in at]
 
 
 def test_depth_takes_the_layers_below_and_sharing_layers_read_as_well() -> None:
