@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
 
@@ -101,6 +101,12 @@ class BlockRowsParams(ctypes.Structure):
     )
 
 
+class QuantiseParams(ctypes.Structure):
+    """Layers of vectors, to or from a copy at one byte a number."""
+
+    _fields_ = fields("payload copy", "num_layers vectors dim copy_bytes", "dtype kind back")
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     AttentionParams,
     NormParams,
@@ -110,4 +116,5 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     DigestParams,
     TileParams,
     BlockRowsParams,
+    QuantiseParams,
 )

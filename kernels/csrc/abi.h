@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -148,6 +148,22 @@ struct BlockRowsParams {
   int64_t block_stride;  // bytes, the same in all layers
   int64_t layer_bytes;   // of one block
   int32_t to_blocks;     // 1: rows into blocks
+};
+
+enum Quantised : int32_t { kInt8 = 0, kE4M3 = 1 };
+
+// Layers of vectors, to or from a copy: scales [vectors] float32, numbers [vectors, dim] of one
+// byte, zeros up to copy_bytes.
+struct QuantiseParams {
+  void* payload;       // [num_layers, vectors, dim] of dtype
+  uint8_t* copy;       // [num_layers, copy_bytes]
+  int64_t num_layers;
+  int64_t vectors;     // of a layer
+  int64_t dim;
+  int64_t copy_bytes;  // of a layer
+  int32_t dtype;
+  int32_t kind;        // Quantised
+  int32_t back;        // 1: the copy into the payload
 };
 
 // A group of entries in one step: one vector [dim] for `ratio` tokens.

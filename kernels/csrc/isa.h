@@ -21,6 +21,7 @@ struct Kernels {
   int (*linear)(const LinearParams&, void* workspace);
   void (*digests)(const DigestParams&);
   void (*block_rows)(const BlockRowsParams&);
+  int (*quantise)(const QuantiseParams&);
   int64_t (*sparse_scratch_floats)(int64_t dim);  // per thread
   int (*sparse_attend)(const SparseParams&, float* scratch);
   int64_t (*score_scratch_floats)(int64_t num_heads, int64_t dim);  // per thread

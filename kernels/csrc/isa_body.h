@@ -27,6 +27,7 @@ struct p_same<A, A> {
 #include "vec.inc.h"
 #include "attention.inc.h"
 #include "ops.inc.h"
+#include "quantise.inc.h"
 #include "sparse.inc.h"
 #include "recurrent.inc.h"
 #include "linear.inc.h"
@@ -46,6 +47,7 @@ const Kernels* kernels() {
       attend,         append,                rms_norm,
       rope,           gated_act,             linear_workspace_bytes,
       linear,         digests,               block_rows,
+      quantise,
       sparse_scratch_floats,
       sparse_attend,  score_scratch_floats,  score_entries,
       pool_windows,   delta_scratch_floats,  delta_rule,

@@ -137,6 +137,7 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 5: return sizeof(sw::DigestParams);
     case 6: return sizeof(sw::TileParams);
     case 7: return sizeof(sw::BlockRowsParams);
+    case 8: return sizeof(sw::QuantiseParams);
     default: return 0;
   }
 }
@@ -216,13 +217,16 @@ SW_EXPORT int32_t sw_digest(sw::DigestParams* p) {
   return sw::kOk;
 }
 
-// Uses no threads and no workspace: it runs beside whatever holds the lock.
+// The kernels in use, for what takes no threads and no workspace: it runs beside whatever holds the
+// lock.
+static const sw::Kernels& kernels_unlocked() {
+  const std::lock_guard<std::mutex> hold(sw::g_lock);
+  return sw::kernels();
+}
+
 SW_EXPORT int32_t sw_block_rows(sw::BlockRowsParams* p) {
-  const sw::Kernels* table;
-  {
-    const std::lock_guard<std::mutex> hold(sw::g_lock);
-    table = &sw::kernels();
-  }
-  table->block_rows(*p);
+  kernels_unlocked().block_rows(*p);
   return sw::kOk;
 }
+
+SW_EXPORT int32_t sw_quantise(sw::QuantiseParams* p) { return kernels_unlocked().quantise(*p); }

@@ -69,6 +69,7 @@ class Lineage:
     def follow(self, sequence: Sequence) -> None:
         """Count what a sequence reads; mark the blocks of one that reads marked ones.
 
+        To be called before it hands anything over.
         Pages that others have handed over meanwhile count as well: it goes on with their blocks.
         """
         if not self.is_kept:

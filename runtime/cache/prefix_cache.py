@@ -411,7 +411,6 @@ class PrefixCache:
         `checkpoints` is marked as worth keeping.
         """
         lease = None if sequence.is_private else sequence.lease
-        self._blocks.lineage.follow(sequence)
         if lease is not None:
             if publishable // self.schema.page_size > sequence.num_published:
                 self._publish(sequence, tokens, publishable, num_computed)
@@ -421,14 +420,15 @@ class PrefixCache:
                 if position <= sequence.num_published * self.schema.page_size:
                     self.tree.keep(lease, position, "mark")
             if sequence.taken:
-                key = TokenKey(tokens[:num_computed])
-                self._snapshots.commit(sequence, key, self._written())
+                self._blocks.lineage.follow(sequence)
+                self._snapshots.commit(sequence, TokenKey(tokens[:num_computed]), self._written())
         self._drop_left_behind(sequence, num_computed)
 
     def _publish(self, sequence: Sequence, tokens: Int32, publishable: int, position: int) -> None:
         pages = publishable // self.schema.page_size
         assert sequence.lease is not None
         self._seq += 1
+        self._blocks.lineage.follow(sequence)
         for g in range(self.schema.num_groups):
             if g not in sequence.snapshot_groups:
                 self._blocks.sums.record_pages(

@@ -11,8 +11,9 @@ bytes into the same block: a copy's digests are those of what it is read into. W
 reads as something that is not finite. Quantising a vector that was read from a copy may move it
 again, by less than half a step.
 
-A call is cut into pieces that torch computes on the calling thread: an I/O thread takes no core
-from a step that runs beside it.
+The native library does it where there is one (`kernels/quantised`), torch elsewhere, with the same
+bytes. A call is cut into pieces that torch computes on the calling thread: an I/O thread takes no
+core from a step that runs beside it.
 
 This module does not know blocks, rows or stores.
 """
@@ -22,12 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from statewise.kernels import native
 from statewise.kernels.interface import AttentionGeometry, EntryGeometry, GroupGeometry
+from statewise.kernels.quantised import convert
 
 Bytes = NDArray[np.uint8]
 SCALE_BYTES = 4
@@ -77,17 +81,42 @@ class Quantiser:
 
     def quantise(self, payload: Bytes, out: Bytes) -> None:
         """A block's payload into a copy; both hold layers one after the other."""
+        if native.is_available():
+            convert(payload, out, **self._sizes(), back=False)
+        else:
+            self.quantise_by_torch(payload, out)
+
+    def dequantise(self, body: Bytes, out: Bytes) -> None:
+        """A copy into a block's payload."""
+        if native.is_available():
+            convert(out, body, **self._sizes(), back=True)
+        else:
+            self.dequantise_by_torch(body, out)
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dtype": self.dtype,
+            "vectors": self.vectors,
+            "dim": self.dim,
+            "copy_bytes": self.copy_bytes,
+        }
+
+    def quantise_by_torch(self, payload: Bytes, out: Bytes) -> None:
+        """Do the same without the native library."""
         whole, scales, numbers = self._views(payload, out)
         out.reshape(len(whole), -1)[:, SCALE_BYTES * self.vectors + self.vectors * self.dim :] = 0
         for piece in self._pieces(len(whole)):
             values = whole[piece].to(torch.float32)
             largest = values.abs().amax(dim=-1)
-            scale = torch.where(largest < SMALLEST, 1.0, largest / LARGEST[self.kind])
+            # By tensors: torch takes the reciprocal of a single divisor, which rounds twice.
+            top = torch.full_like(largest, LARGEST[self.kind])
+            scale = torch.where(largest < SMALLEST, 1.0, largest / top)
             scales[piece] = scale
-            numbers[piece] = self._numbers(values.div_(scale.unsqueeze(-1)))
+            numbers[piece] = self._numbers(values / scale.unsqueeze(-1).expand_as(values))
 
-    def dequantise(self, body: Bytes, out: Bytes) -> None:
-        """A copy into a block's payload."""
+    def dequantise_by_torch(self, body: Bytes, out: Bytes) -> None:
+        """Do the same without the native library."""
         whole, scales, numbers = self._views(out, body)
         for piece in self._pieces(len(whole)):
             values = self._values(numbers[piece])

@@ -78,6 +78,15 @@ def test_recurrent_state_cannot_be_bounded(config: dict[str, Any], allowed: bool
     assert can_be_bounded(schema_of(config)) is allowed
 
 
+def test_who_insists_on_exact_state_gets_an_exact_replay(model: Path, arch: str) -> None:
+    scene = scene_of(model, 20)
+    whole = scene.serve(PROMPT, 8)
+    lose_trailing(scene, arch)
+    served = scene.serve(PROMPT, 8, exact=True)
+    assert served.report.level in ("repair", "recompute")
+    assert served.tokens == whole.tokens
+
+
 def test_where_exact_is_no_dearer_it_stays_exact(model: Path, arch: str) -> None:
     scene = scene_of(model, FIELD + PAGE)
     whole = scene.serve(PROMPT, 8)

@@ -76,7 +76,14 @@ class Scene:
         self.worker.execute = recorded  # type: ignore[method-assign]
         self._num_served = 0
 
-    def serve(self, prompt: list[int], max_new: int = 8, *, checkpoint: bool = False) -> Served:
+    def serve(
+        self,
+        prompt: list[int],
+        max_new: int = 8,
+        *,
+        checkpoint: bool = False,
+        exact: bool = False,
+    ) -> Served:
         """Run one greedy request to its end."""
         self._num_served += 1
         self._rows = []
@@ -86,7 +93,7 @@ class Scene:
             pack_ids(prompt),
             params,
             logprob=LogprobOptions(enabled=True),
-            cache=CacheOptions(checkpoint=checkpoint),
+            cache=CacheOptions(checkpoint=checkpoint, exact=exact),
         )
         self.core.add_request(request)
         out = Served()
