@@ -38,11 +38,11 @@ STEPS = 60  # tokens of a decoding request
 class Bench:
     """One engine with a host tier and a disk tier."""
 
-    def __init__(self, model: str, directory: Path, longest: int) -> None:
+    def __init__(self, model: str, directory: Path, longest: int, more_tokens: int = 0) -> None:
         settings = {
             "model_path": model, "skip_tokenizer_init": True, "host_cache_gb": 2.0,
             "disk_cache_dir": str(directory), "disk_cache_gb": 4.0,
-            "max_total_tokens": 3 * longest + 4096,
+            "max_total_tokens": 3 * longest + more_tokens + 4096,
         }  # fmt: skip
         built = build_runtime(checked(settings))
         self.clock = SystemClock()

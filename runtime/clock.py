@@ -37,6 +37,11 @@ class SystemClock:
         return time.time()
 
 
+def thread_seconds() -> float:
+    """Processor time that the calling thread has used, in seconds. For I/O threads."""
+    return time.thread_time()
+
+
 def fresh_id(prefix: str = "", num_bytes: int = 12) -> str:
     """Return a name nobody else has: `prefix`, then `num_bytes` random bytes in hexadecimal."""
     return prefix + secrets.token_hex(num_bytes)

@@ -204,6 +204,10 @@ class Tiering:
             if dropped.elsewhere is None:
                 self.mirror.forget(dropped.key)
 
+    def set_decoding(self, decoding: bool) -> None:
+        """Whether rows decode: copies out of the device keep to a small share then."""
+        self.tiers.engine.decoding = decoding
+
     @property
     def is_busy(self) -> bool:
         """Whether `poll` has, or will soon have, something to do."""

@@ -316,6 +316,7 @@ class EngineCore:
         """
         copies = False
         if self.cache.tiering is not None:
+            self.cache.tiering.set_decoding(False)
             self.cache.tiering.poll()
             copies = self.cache.tiering.is_busy
         limit = self.args.patrol_blocks
@@ -366,6 +367,9 @@ class EngineCore:
                 self._recoveries.begun(request.rid, request.lookup, started, num_loaded)
                 if request.lookup.is_hit:
                     self.cache.validity.admitted(request.lookup.verdicts)
+        if self.cache.tiering is not None:
+            rows = () if batch is None else batch.rows
+            self.cache.tiering.set_decoding(any(row.kind is RowKind.DECODE for row in rows))
         if batch is not None:
             self._run(batch)
             self.counters.num_steps += 1

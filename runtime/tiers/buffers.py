@@ -35,6 +35,12 @@ def allocate(size: int) -> Bytes:
     return raw[offset : offset + size]
 
 
+def address_of(data: Bytes) -> int:
+    """Where an array begins in memory."""
+    address: int = data.__array_interface__["data"][0]
+    return address
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One page's memory. `owner` is the store or arena it must be given back to."""
@@ -50,6 +56,11 @@ class Row:
         """[size] the payload."""
         return self.whole[: self.size]
 
+    @property
+    def address(self) -> int:
+        """Where it lies in memory."""
+        return address_of(self.whole)
+
     def clear_padding(self) -> None:
         """Zero what follows the payload."""
         self.whole[self.size :] = 0
@@ -58,7 +69,9 @@ class Row:
 class Arena:
     """Hands out rows of one size, at most `max_rows`; grows by `slab_rows`. Thread-safe."""
 
-    def __init__(self, payload_bytes: int, max_rows: int, slab_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, payload_bytes: int, max_rows: int, slab_bytes: int = 8 << 20, group: str = ""
+    ) -> None:
         self.payload_bytes = payload_bytes
         self.row_bytes = round_up(payload_bytes)
         self.max_rows = max_rows
@@ -66,6 +79,7 @@ class Arena:
         self._lock = threading.Lock()
         self._free: list[Row] = []
         self._num_rows = 0
+        self._group = group
 
     @property
     def num_in_use(self) -> int:
@@ -88,7 +102,7 @@ class Arena:
         rows = min(max(self._slab_rows, wanted), self.max_rows - self._num_rows)
         slab = allocate(rows * self.row_bytes).reshape(rows, self.row_bytes)
         first = self._num_rows
-        new = [Row(self, first + i, slab[i], self.payload_bytes) for i in range(rows)]
+        new = [Row(self, first + i, slab[i], self.payload_bytes, self._group) for i in range(rows)]
         self._num_rows += rows
         self._free.extend(reversed(new))
 
@@ -100,11 +114,77 @@ class Arena:
             assert len(self._free) <= self._num_rows, "a row was given back twice"
 
 
+class Slab:
+    """Memory of one read; it goes back to `slabs` when the last row in it was given back."""
+
+    def __init__(self, slabs: Slabs, memory: Bytes) -> None:
+        self.memory = memory
+        self._slabs = slabs
+        self._num_rows = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a row was made of it and is not given back."""
+        return self._num_rows > 0
+
+    def row(self, start: int, end: int, size: int, group: str) -> Row:
+        """Memory `start` to `end` as a row of `size` bytes; `Slabs.give_back` ends it."""
+        self._num_rows += 1
+        return Row(self, start, self.memory[start:end], size, group)
+
+    def give_back(self) -> None:
+        """One row is used no more."""
+        self._slabs.release(self)
+
+    def drop(self) -> bool:
+        """Count a row out; whether it was the last. The pool's lock is held."""
+        assert self._num_rows > 0, "a row was given back twice"
+        self._num_rows -= 1
+        return not self._num_rows
+
+
+class Slabs:
+    """Buffers for reads, a few of which are kept for the next ones. Thread-safe.
+
+    One read fills one buffer, so what is kept is small, and warm in the processor's cache.
+    """
+
+    def __init__(self, size_bytes: int, num_kept: int = 4) -> None:
+        self._size = size_bytes
+        self._num_kept = num_kept
+        self._lock = threading.Lock()
+        self._free: list[Bytes] = []
+        self.num_in_use = 0
+
+    def take(self, size: int) -> Slab:
+        """At least `size` bytes."""
+        with self._lock:
+            self.num_in_use += 1
+            memory = self._free.pop() if self._free and size <= self._size else None
+        return Slab(self, allocate(max(size, self._size)) if memory is None else memory)
+
+    def release(self, slab: Slab) -> None:
+        """A row of a slab is used no more."""
+        with self._lock:
+            if slab.drop():
+                self._put(slab)
+
+    def discard(self, slab: Slab) -> None:
+        """Give back a slab of which no row was made."""
+        with self._lock:
+            self._put(slab)
+
+    def _put(self, slab: Slab) -> None:
+        self.num_in_use -= 1
+        if slab.memory.size == self._size and len(self._free) < self._num_kept:
+            self._free.append(slab.memory)
+
+
 def stacked(rows: list[Row]) -> Bytes | None:
-    """[n, row_bytes] one array over rows that are neighbours in memory; None if they are not."""
+    """[n, row_bytes] one array over rows that lie at equal distances; None if they do not."""
     first = rows[0].whole
-    base = first.ctypes.data
-    step = first.size
-    if any(row.whole.ctypes.data != base + i * step for i, row in enumerate(rows)):
+    base = rows[0].address
+    step = rows[1].address - base if len(rows) > 1 else first.size
+    if step < first.size or any(row.address != base + i * step for i, row in enumerate(rows)):
         return None
-    return np.lib.stride_tricks.as_strided(first, shape=(len(rows), step), strides=(step, 1))
+    return np.lib.stride_tricks.as_strided(first, shape=(len(rows), first.size), strides=(step, 1))

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.buffers import Row
 from statewise.runtime.tiers.checksums import differing_layers
@@ -29,6 +30,9 @@ from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
 from statewise.runtime.tiers.transfer import PageResult, Step
 
 Digests = NDArray[np.uint64]
+
+
+COMMIT_STEPS = 4  # steps that one commit to a disk takes: waiting for the medium costs the same
 
 
 class BlockIO(Protocol):
@@ -135,8 +139,13 @@ class Copier:
 
         return [
             self._step(first, run[0].group, len(run), run_of(run))
-            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self.step_bytes)
+            for first, run in _cut(
+                pages, lambda p: p.group, self._row_bytes, self._commit_bytes(store)
+            )
         ]
+
+    def _commit_bytes(self, store: TierStore) -> int:
+        return self.step_bytes * (COMMIT_STEPS if store.tier is Tier.DISK else 1)
 
     def _demote(self, store: TierStore, pages: list[DevicePage]) -> list[PageResult]:
         group = pages[0].group
@@ -222,13 +231,14 @@ class Copier:
         if not there:
             return results
         landed = self._blocks.write(group, blocks, [row for _, row, _ in there])
-        for (i, _, record), sums in zip(there, landed, strict=True):
-            bad = differing_layers(record.digests, sums)
-            if bad:
-                store.report_corrupt(pages[i].handle)
-                results[i] = PageResult(Outcome.CORRUPT, bad_layers=bad, reason="digests differ")
-            else:
+        same = (np.array([record.digests for _, _, record in there]) == landed).all(axis=1)
+        for (i, _, record), sums, is_same in zip(there, landed, same.tolist(), strict=True):
+            if is_same:
                 results[i] = PageResult(Outcome.OK, pages[i].handle)
+            else:
+                store.report_corrupt(pages[i].handle)
+                bad = differing_layers(record.digests, sums)
+                results[i] = PageResult(Outcome.CORRUPT, bad_layers=bad, reason="digests differ")
         store.touch([result.handle for result in results if result.outcome is Outcome.OK])
         return results
 
@@ -247,7 +257,7 @@ class Copier:
 
         return [
             self._step(first, group_of(run[0]), len(run), run_of(run))
-            for first, run in _cut(pages, group_of, self._row_bytes, self.step_bytes)
+            for first, run in _cut(pages, group_of, self._row_bytes, self._commit_bytes(target))
         ]
 
 

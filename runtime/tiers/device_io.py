@@ -94,7 +94,7 @@ class DeviceIO:
 
 def _addresses(rows: Sequence[Row]) -> NDArray[np.uint64]:
     """Where rows lie in memory."""
-    return np.array([row.whole.ctypes.data for row in rows], dtype=np.uint64)
+    return np.array([row.address for row in rows], dtype=np.uint64)
 
 
 class _Rows:

@@ -26,11 +26,19 @@ from pathlib import Path
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.body import Bodies
-from statewise.runtime.tiers.buffers import Arena, Bytes, Row
+from statewise.runtime.tiers.buffers import Arena, Bytes, Row, Slabs
 from statewise.runtime.tiers.catalog import Catalog
 from statewise.runtime.tiers.disk_index import ExtentRow, IndexRow
 from statewise.runtime.tiers.disk_open import Opened, open_directory
-from statewise.runtime.tiers.disk_read import Place, Result, read_run, read_stored, runs_of
+from statewise.runtime.tiers.disk_read import (
+    MAX_RUN_BYTES,
+    Buffers,
+    Place,
+    Result,
+    read_run,
+    read_stored,
+    runs_of,
+)
 from statewise.runtime.tiers.extents import EXTENT_HEADER_BYTES, Extent
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.health import RETRY_S, Health
@@ -80,7 +88,8 @@ class DiskTier:
         self.bodies = bodies if bodies is not None else Bodies(options.codec)
         self._clock = clock
         self._shapes = {shape.name: shape for shape in shapes}
-        self._arenas = {s.name: Arena(s.block_bytes, 1 << 20) for s in shapes}
+        self._arenas = {s.name: Arena(s.block_bytes, 1 << 20, group=s.name) for s in shapes}
+        self._buffers = Buffers(Slabs(MAX_RUN_BYTES), self._arenas)
         self._counters = Counters()
         self._health = Health(f"disk cache {directory}", clock, self._counters, options.retry_s)
         self._catalog = Catalog(clock, options.ttl_s)
@@ -161,10 +170,7 @@ class DiskTier:
 
     def discard(self, rows: Sequence[Row]) -> None:
         """See `TierStore`."""
-        for row in rows:
-            arena = row.owner
-            if isinstance(arena, Arena) and arena in self._arenas.values():
-                arena.give_back([row])
+        self._buffers.discard(rows)
 
     # ---------------------------------------------------------------- writing
 
@@ -323,7 +329,7 @@ class DiskTier:
             return results
         places = self._places(handles)
         for run in runs_of(places):
-            found = read_run(self._extents, self.bodies, run)
+            found = read_run(self._extents, self.bodies, self._buffers, run)
             for place, result in zip(run, found, strict=True):
                 handle = handles[place.index]
                 results[place.index] = self._fetched(handle, place, result)
@@ -333,20 +339,17 @@ class DiskTier:
         places = []
         for i, handle in enumerate(handles):
             at = self._catalog.row_of(handle)
-            if at is None or at.group not in self._shapes:
-                continue
-            taken = self._arenas[at.group].take(1)
-            if taken:
-                places.append(Place(i, at, taken[0]))
+            if at is not None and at.group in self._shapes:
+                places.append(Place(i, at, self._shapes[at.group]))
         return places
 
     def _fetched(self, handle: int, place: Place, result: Result) -> Fetched:
-        if isinstance(result, PageRecord):
+        if isinstance(result, tuple):
+            record, row = result
             self._health.read_ok()
             self._counters.add("pages_read")
-            self._counters.add("bytes_read", place.row.size)
-            return Fetched(handle, Outcome.OK, place.row, result)
-        self.discard([place.row])
+            self._counters.add("bytes_read", row.size)
+            return Fetched(handle, Outcome.OK, row, record)
         return Fetched(handle, self._failed(handle, place.at, result), reason=str(result))
 
     def _failed(self, handle: int, at: IndexRow, error: RecordError | OSError) -> Outcome:

@@ -1,22 +1,22 @@
-"""Reading pages out of extents: one vectored read for each run of neighbours.
+"""Reading pages out of extents: one read into one buffer for each run of neighbours.
 
-Headers go to aligned memory of their own, plain payloads straight into the rows they are for. A
-header is believed if its checksum is the one that the index holds, and it names this place and
-this key.
+A plain payload is used where it was read, between the headers: a medium reads one large piece of
+memory faster than many small ones, and it is copied once, into the block it is for. A header is
+believed if its checksum is the one that the index holds, and it names this place and this key.
 
 This module does not know the catalog, and drops nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from statewise.runtime.tiers.body import Bodies, check_content
-from statewise.runtime.tiers.buffers import Bytes, Row, allocate
+from statewise.runtime.tiers.buffers import Arena, Bytes, Row, Slab, Slabs, allocate
 from statewise.runtime.tiers.disk_index import IndexRow
 from statewise.runtime.tiers.extents import Extent, Extents
-from statewise.runtime.tiers.page import PageRecord
+from statewise.runtime.tiers.page import GroupShape, PageRecord
 from statewise.runtime.tiers.record import (
     Header,
     RecordError,
@@ -25,25 +25,42 @@ from statewise.runtime.tiers.record import (
     decode_header,
 )
 
-MAX_RUN_BYTES = 8 << 20
+MAX_RUN_BYTES = 4 << 20  # headers included: what a medium takes as one request
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A page to read: where it lies and the row its payload is for."""
+    """A page to read: where it lies and what it should be."""
 
     index: int  # of the page in the caller's order
     at: IndexRow
-    row: Row
+    shape: GroupShape
 
     @property
     def is_direct(self) -> bool:
-        """The stored body is the payload: it can be read into the row."""
+        """The stored body is the payload: what was read is the row."""
         size = self.at.record_bytes - self.at.header_bytes
-        return not self.at.codec and not self.at.sealing and size == self.row.whole.size
+        return not self.at.codec and not self.at.sealing and size == self.shape.row_bytes
 
 
-Result = PageRecord | RecordError | OSError
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Memory to read into: whole runs, and rows by group for payloads that must be decoded."""
+
+    slabs: Slabs
+    arenas: Mapping[str, Arena]
+
+    def discard(self, rows: Iterable[Row]) -> None:
+        """Give back rows that `read_run`, or an arena, gave."""
+        for row in rows:
+            if isinstance(row.owner, Slab):
+                row.owner.give_back()
+            elif row.owner is self.arenas.get(row.group):
+                self.arenas[row.group].give_back([row])
+
+
+Page = tuple[PageRecord, Row]
+Result = Page | RecordError | OSError
 
 
 def runs_of(places: Sequence[Place]) -> Iterator[list[Place]]:
@@ -63,62 +80,77 @@ def runs_of(places: Sequence[Place]) -> Iterator[list[Place]]:
         yield run
 
 
-def read_run(extents: Extents, bodies: Bodies, run: Sequence[Place]) -> list[Result]:
-    """Read neighbours; a record, or why there is none, for each of them in order."""
+def read_run(
+    extents: Extents, bodies: Bodies, buffers: Buffers, run: Sequence[Place]
+) -> list[Result]:
+    """Read neighbours; a record and its row, or why there is none, for each of them in order.
+
+    Rows are the caller's until `Buffers.discard`.
+    """
+    slab = buffers.slabs.take(sum(place.at.record_bytes for place in run))
     try:
         extent = extents.lease(run[0].at.extent)
+        try:
+            size = sum(place.at.record_bytes for place in run)
+            total = extents.read(extent, [slab.memory[:size]], run[0].at.offset)
+            results = _pages_of(run, slab, total, extent, bodies, buffers)
+        finally:
+            extents.release(extent)
     except OSError as error:
-        return [error] * len(run)
-    try:
-        return _read_leased(extents, extent, bodies, run)
-    except OSError as error:
-        return [error] * len(run)
-    finally:
-        extents.release(extent)
-
-
-def _read_leased(
-    extents: Extents, extent: Extent, bodies: Bodies, run: Sequence[Place]
-) -> list[Result]:
-    scratch = allocate(sum(p.at.header_bytes if p.is_direct else p.at.record_bytes for p in run))
-    buffers: list[Bytes] = []
-    heads: list[Bytes] = []
-    at = 0
-    for place in run:
-        size = place.at.header_bytes if place.is_direct else place.at.record_bytes
-        heads.append(scratch[at : at + size])
-        buffers.append(heads[-1])
-        if place.is_direct:
-            buffers.append(place.row.whole)
-        at += size
-    total = extents.read(extent, buffers, run[0].at.offset)
-    results: list[Result] = []
-    end = 0
-    for place, head in zip(run, heads, strict=True):
-        end += place.at.record_bytes
-        if end > total:
-            results.append(RecordError("truncated", "the extent ends within the record"))
-        else:
-            results.append(_page_of(place, head, extent, bodies))
+        results = [error] * len(run)
+    if not slab.is_used:
+        buffers.slabs.discard(slab)
     return results
 
 
-def _page_of(place: Place, head: Bytes, extent: Extent, bodies: Bodies) -> PageRecord | RecordError:
+def _pages_of(
+    run: Sequence[Place], slab: Slab, total: int, extent: Extent, bodies: Bodies, buffers: Buffers
+) -> list[Result]:
+    results: list[Result] = []
+    end = 0
+    for place in run:
+        start, end = end, end + place.at.record_bytes
+        if end > total:
+            results.append(RecordError("truncated", "the extent ends within the record"))
+            continue
+        try:
+            results.append(_page_of(place, slab, start, end, extent, bodies, buffers))
+        except RecordError as error:
+            results.append(error)
+    return results
+
+
+def _page_of(
+    place: Place,
+    slab: Slab,
+    start: int,
+    end: int,
+    extent: Extent,
+    bodies: Bodies,
+    buffers: Buffers,
+) -> Page:
+    """The page in bytes `start` to `end` of what was read. Raises RecordError."""
+    shape = place.shape
+    record = slab.memory[start:end]
+    header = verified_header(place.at, extent, record.data)
+    if place.is_direct:
+        if header.payload_bytes != shape.block_bytes:
+            raise RecordError("layout", "a payload of another size")
+        check_content(header.page, bodies.secret)
+        row = slab.row(start + place.at.header_bytes, end, shape.block_bytes, shape.name)
+        row.clear_padding()
+        return header.page, row
+    rows = buffers.arenas[shape.name].take(1)
+    assert rows, "rows for decoding are not bounded"
+    body = record.data[header.header_bytes : header.header_bytes + header.body_bytes]
     try:
-        header = verified_header(place.at, extent, head.data)
-        if place.is_direct:
-            if header.payload_bytes != place.row.size:
-                raise RecordError("layout", "a payload of another size")
-            page = header.page
-        else:
-            body = head.data[header.header_bytes : header.header_bytes + header.body_bytes]
-            page = bodies.decode(header, body, place.row)
+        page = bodies.decode(header, body, rows[0])
         check_content(page, bodies.secret)
-    except RecordError as error:
-        return error
-    finally:
-        place.row.clear_padding()
-    return page
+    except RecordError:
+        buffers.arenas[shape.name].give_back(rows)
+        raise
+    rows[0].clear_padding()
+    return page, rows[0]
 
 
 def verified_header(at: IndexRow, extent: Extent, head: memoryview) -> Header:

@@ -18,6 +18,7 @@ This module does not store and does not look anything up.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ def round_up(size: int, unit: int = ALIGNMENT) -> int:
     return -(-size // unit) * unit
 
 
+@functools.lru_cache(maxsize=256)
 def encode_stamp(stamp: Stamp) -> bytes:
     """Encode injectively: each text with its length in front, then the weights epoch."""
     texts = (stamp.model_fingerprint, stamp.version, stamp.layout_id, stamp.boundary)
@@ -54,6 +56,7 @@ def encode_stamp(stamp: Stamp) -> bytes:
     return b"".join(parts) + struct.pack("<q", stamp.weights_epoch)
 
 
+@functools.lru_cache(maxsize=256)
 def decode_stamp(data: bytes) -> Stamp:
     """Invert `encode_stamp`; ValueError for anything else."""
     texts = []

@@ -13,7 +13,9 @@ This module does no I/O. What is in the body is `body`'s matter.
 
 from __future__ import annotations
 
+import functools
 import struct
+import sys
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -121,6 +123,7 @@ class Header:
         return replace(self, container=container, offset=offset)
 
 
+@functools.lru_cache(maxsize=256)
 def header_bytes(group: str, stamp: Stamp, num_layers: int) -> int:
     """Bytes that the header of a group's pages takes, padded."""
     texts = len(group.encode("utf-8", "surrogatepass")) + len(encode_stamp(stamp))
@@ -185,9 +188,14 @@ def peek_sizes(data: Data) -> tuple[int, int]:
 
     Raises RecordError for what cannot be a record of this version.
     """
+    fixed = _peek(data)
+    return fixed.header_bytes, fixed.record_bytes
+
+
+def _peek(data: Data) -> _Fixed:
     if len(data) < FIXED_BYTES:
         raise RecordError("truncated", f"{len(data)} bytes are no header")
-    fixed = _fixed(data)
+    fixed = _Fixed._make(_FIXED.unpack_from(data, 0))
     if fixed.magic != MAGIC:
         raise RecordError("magic", "no page record begins here")
     if fixed.version != VERSION:
@@ -197,12 +205,13 @@ def peek_sizes(data: Data) -> tuple[int, int]:
         raise RecordError("header", f"a header of {head} bytes in a record of {record}")
     if head % ALIGNMENT or record % ALIGNMENT:
         raise RecordError("header", "sizes are not aligned")
-    return head, record
+    return fixed
 
 
 def decode_header(data: Data) -> Header:
     """Verify and decode a header; `data` begins with it. Raises RecordError."""
-    head, record = peek_sizes(data)
+    fixed = _peek(data)
+    head = fixed.header_bytes
     if len(data) < head:
         raise RecordError("truncated", f"{len(data)} bytes of a header of {head}")
     view = memoryview(data)[:head]
@@ -210,20 +219,16 @@ def decode_header(data: Data) -> Header:
     if checksum != int.from_bytes(view[8:16], "little"):
         raise RecordError("header", "the header's checksum is wrong")
     try:
-        header = _decode(view, checksum)
+        header = _decode(view, fixed, checksum)
     except (ValueError, UnicodeDecodeError) as error:
         raise RecordError("header", str(error)) from error
-    if header.header_bytes != head or header.record_bytes != record:
+    own = header.header_bytes
+    if own != head or own + round_up(header.body_bytes) != fixed.record_bytes:
         raise RecordError("header", "the header's sizes contradict each other")
     return header
 
 
-def _fixed(data: Data) -> _Fixed:
-    return _Fixed._make(_FIXED.unpack_from(data, 0))
-
-
-def _decode(view: memoryview, checksum: int) -> Header:
-    fixed = _fixed(view)
+def _decode(view: memoryview, fixed: _Fixed, checksum: int) -> Header:
     if not 0 < fixed.num_layers < MAX_LAYERS or fixed.body_bytes > MAX_BODY_BYTES:
         raise ValueError("sizes out of range")
     name_end = FIXED_BYTES + fixed.name_bytes
@@ -231,7 +236,7 @@ def _decode(view: memoryview, checksum: int) -> Header:
     at, num_layers = fixed.digests_at, fixed.num_layers
     if at != round_up(texts_end, 8) or at + 8 * num_layers > len(view):
         raise ValueError("the digests lie outside the header")
-    name = bytes(view[FIXED_BYTES:name_end]).decode("utf-8", "surrogatepass")
+    name = sys.intern(bytes(view[FIXED_BYTES:name_end]).decode("utf-8", "surrogatepass"))
     digests = np.frombuffer(view, dtype="<u8", count=num_layers, offset=at).astype(np.uint64)
     base = b"" if fixed.base == NO_KEY else fixed.base
     return Header(

@@ -1,12 +1,15 @@
-r"""The transfer engine: a few I/O threads, tickets, priorities, bounded write-behind.
+r"""The transfer engine: I/O threads, tickets, priorities, bounded write-behind.
 
     submit -> queued -> running (step by step) -> done, failed pages and all -> poll: on_done
                  \--cancel--> what has not begun is CANCELLED; done when nothing runs any more
 
-A transfer is cut into steps of a few megabytes. Threads take steps in order of priority, so a load
-overtakes a demotion that has begun; steps of one load run side by side. Demotions never occupy all
-threads, wait where a bandwidth bound says so, and are refused where too many bytes are queued: then
-the caller lets go of the page instead. Nothing here makes the control plane wait, except `wait`.
+A transfer is cut into steps of a few megabytes. Loads have threads of their own, which take steps
+in order of priority; those of one load run side by side, so that a medium always has a read to do
+while another's bytes are checked. Demotions have one thread, at low priority: they run one after
+the other, wait where a bandwidth bound says so, and are refused where too many bytes are queued:
+then the caller lets go of the page instead. While `decoding` is set, they take a small share of the
+machine's processor time, measured step by step. Nothing here makes the control plane wait, except
+`wait`.
 
 `on_done` runs in `poll`, on the control plane's thread, once for each transfer that was accepted,
 and only when no thread touches its memory any more: until then both ends stay leased. An error
@@ -18,17 +21,23 @@ This module does not know what steps do.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import heapq
 import itertools
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from statewise.radix.segment import Tier
-from statewise.runtime.clock import Clock
+from statewise.runtime.clock import Clock, thread_seconds
 from statewise.runtime.tiers.store import NO_HANDLE, Counters, Outcome
+
+DEMOTE_NICENESS = 10
+LOAD_NICENESS = 2
 
 
 class Priority(enum.IntEnum):
@@ -113,6 +122,9 @@ class Transfer:
         return self.num_pages
 
 
+Heap = list[tuple[int, int, Transfer]]
+
+
 class Pacer:
     """A bound on bytes per second, without bursts; 0: none."""
 
@@ -131,15 +143,37 @@ class Pacer:
             now = max(self._next_s, self._clock.monotonic())
             self._next_s = now + size_bytes / self._bytes_per_s
 
+    def rest(self, seconds: float) -> None:
+        """Nothing goes for so long."""
+        self._next_s = max(self._next_s, self._clock.monotonic() + seconds)
+
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How much the engine may do at a time. Bytes, bytes per second."""
+    """How much the engine may do at a time. Bytes, bytes per second.
 
-    num_threads: int = 2  # 0: steps run in `run_one` and `wait`
+    `decoding_share` is the part of all processors' time that demotions may take while rows decode.
+    """
+
+    num_threads: int = 3  # for loads; 0: steps run in `run_one` and `wait`
     max_queued_bytes: int = 256 << 20  # of demotions
     demote_bytes_per_s: float = 0.0  # 0: unbounded
     step_bytes: int = 4 << 20
+    decoding_share: float = 0.03
+
+
+def num_processors() -> int:
+    """Processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _lower_priority(niceness: int) -> None:
+    """Let others than the calling thread go first, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class TransferEngine:
@@ -156,17 +190,22 @@ class TransferEngine:
         self._clock = clock
         self._notify = notify
         self._pacer = Pacer(options.demote_bytes_per_s, clock)
+        self._rests = Pacer(0.0, clock)  # of demotions, while rows decode
+        self._share = options.decoding_share * num_processors()
+        self._is_decoding = False
         self._changed = threading.Condition()
-        self._heap: list[tuple[int, int, Transfer]] = []
+        self._loads: Heap = []
+        self._demotions: Heap = []
         self._order = itertools.count()
         self._finished: deque[Transfer] = deque()
         self._open: set[Transfer] = set()  # accepted, not done
         self._queued_bytes = dict.fromkeys(Priority, 0)
-        self._num_demoting = 0
         self._is_closing = False
+        kinds = [(self._loads, f"transfer-load-{i}") for i in range(options.num_threads)]
+        kinds += [(self._demotions, "transfer-demote")] if kinds else []
         self._threads = [
-            threading.Thread(target=self._work, name=f"transfer-{i}", daemon=True)
-            for i in range(options.num_threads)
+            threading.Thread(target=self._work, args=(heap,), name=name, daemon=True)
+            for heap, name in kinds
         ]
         for thread in self._threads:
             thread.start()
@@ -196,7 +235,8 @@ class TransferEngine:
         self._open.add(transfer)
         self._queued_bytes[transfer.priority] += transfer.size_bytes
         if transfer.pending:
-            heapq.heappush(self._heap, (transfer.priority, next(self._order), transfer))
+            heap = self._demotions if transfer.priority is Priority.DEMOTE else self._loads
+            heapq.heappush(heap, (transfer.priority, next(self._order), transfer))
         else:
             self._finish(transfer)
 
@@ -253,6 +293,18 @@ class TransferEngine:
             return list(self._open)
 
     @property
+    def decoding(self) -> bool:
+        """Rows decode: demotions keep to their share."""
+        return self._is_decoding
+
+    @decoding.setter
+    def decoding(self, decoding: bool) -> None:
+        if decoding != self._is_decoding:
+            with self._changed:
+                self._is_decoding = decoding
+                self._changed.notify_all()
+
+    @property
     def num_open(self) -> int:
         """Transfers accepted and not done."""
         return len(self._open)
@@ -283,35 +335,43 @@ class TransferEngine:
         Bandwidth bounds are not waited for.
         """
         with self._changed:
-            taken = self._take(ignore_pace=True)
+            taken = self._take(self._loads) or self._take(self._demotions)
         if taken is None:
             return False
         self._run(*taken)
         return True
 
-    def _work(self) -> None:
+    def _work(self, heap: Heap) -> None:
+        demotes = heap is self._demotions
+        _lower_priority(DEMOTE_NICENESS if demotes else LOAD_NICENESS)
         while True:
             with self._changed:
-                taken = self._take()
+                taken = None
                 while taken is None:
-                    if self._is_closing:
-                        return
-                    self._changed.wait(self._pacer.delay_s() or None)
-                    taken = self._take()
+                    delay = self._delay_s() if demotes else 0.0
+                    taken = None if delay else self._take(heap)
+                    if taken is None:
+                        if self._is_closing:
+                            return
+                        self._changed.wait(delay or None)
+            began = thread_seconds()
             self._run(*taken)
+            if demotes:
+                self._rests.rest((thread_seconds() - began) * (1.0 / self._share - 1.0))
 
-    def _take(self, *, ignore_pace: bool = False) -> tuple[Transfer, Step] | None:
-        """Next step that may run now; the lock is held."""
-        while self._heap:
-            transfer = self._heap[0][2]
+    def _delay_s(self) -> float:
+        """Seconds until the next demotion may go."""
+        rest = self._rests.delay_s() if self._is_decoding else 0.0
+        return max(self._pacer.delay_s(), rest)
+
+    def _take(self, heap: Heap) -> tuple[Transfer, Step] | None:
+        """Next step; the lock is held."""
+        while heap:
+            transfer = heap[0][2]
             if not transfer.pending:
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
                 continue
             if transfer.priority is Priority.DEMOTE:
-                spare = len(self._threads) < 2 or self._num_demoting < len(self._threads) - 1
-                if not spare or (self._pacer.delay_s() and not ignore_pace):
-                    return None
-                self._num_demoting += 1
                 self._pacer.spend(transfer.pending[0].size_bytes)
             if not transfer.started_s:
                 transfer.started_s = self._clock.monotonic()
@@ -335,8 +395,6 @@ class TransferEngine:
             self._set_results(transfer, step, results)
             self._queued_bytes[transfer.priority] -= step.size_bytes
             transfer.num_running -= 1
-            if transfer.priority is Priority.DEMOTE:
-                self._num_demoting -= 1
             if not transfer.num_running and not transfer.pending:
                 self._finish(transfer)
             self._changed.notify_all()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from statewise.runtime.tiers.buffers import Bytes, Row, allocate
+from statewise.runtime.tiers.buffers import Bytes, Row, address_of, allocate
 from statewise.runtime.tiers.disk_index import IndexRow
 from statewise.runtime.tiers.page import round_up
 from statewise.runtime.tiers.record import Header, encode_header
@@ -31,9 +31,7 @@ class Item:
         """The row holds the body as it will be stored, padding included."""
         row = self.row
         return (
-            row is not None
-            and self.body.size == row.size
-            and self.body.ctypes.data == row.whole.ctypes.data
+            row is not None and self.body.size == row.size and address_of(self.body) == row.address
         )
 
 

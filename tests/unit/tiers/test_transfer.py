@@ -233,6 +233,40 @@ def test_closing_cancels_waits_and_delivers() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("transfer-")]
 
 
+def test_what_ends_while_closing_may_ask_to_be_passed_on_and_is_refused() -> None:
+    """A copy that closing waited for would be copied to the next tier: there is no time for it."""
+    engine = engine_of(num_threads=0)
+    answers: list[bool] = []
+
+    def pass_on(_transfer: Transfer) -> None:
+        answers.append(engine.submit(transfer(step(0), priority=Priority.DEMOTE)))
+
+    one = transfer(step(0), priority=Priority.DEMOTE, on_done=pass_on)
+    engine.submit(one)
+    engine.run_one()
+    engine.close()
+    assert engine.poll() == [one]
+    assert answers == [False]
+    assert engine.num_open == 0
+
+
+def test_demotions_rest_while_rows_decode_and_go_on_when_none_do() -> None:
+    clock = ManualClock()
+    engine = TransferEngine(EngineOptions(num_threads=1, decoding_share=1e-9), clock)
+    engine.decoding = True
+    first, second = (transfer(step(0), priority=Priority.DEMOTE) for _ in range(2))
+    engine.submit(first)
+    assert engine.wait(first, 30), "the first has used nothing yet"
+    engine.submit(second)
+    load = transfer(step(0))
+    engine.submit(load)
+    assert engine.wait(load, 30)
+    assert not second.is_done, "it rests for a billion times what the first used"
+    engine.decoding = False
+    assert engine.wait(second, 30)
+    engine.close()
+
+
 def test_poll_is_announced() -> None:
     told = threading.Event()
     engine = TransferEngine(EngineOptions(num_threads=1), SystemClock(), told.set)
