@@ -70,6 +70,16 @@ class Lanes:
         """See `TransferEngine`."""
         return sum(engine.num_open for engine in self._engines)
 
+    @property
+    def decoding(self) -> bool:
+        """See `TransferEngine`."""
+        return self._local.decoding
+
+    @decoding.setter
+    def decoding(self, decoding: bool) -> None:
+        for engine in self._engines:
+            engine.decoding = decoding
+
     def queued_bytes(self, priority: Priority) -> int:
         """See `TransferEngine`."""
         return sum(engine.queued_bytes(priority) for engine in self._engines)

@@ -193,6 +193,7 @@ class TransferEngine:
         self._rests = Pacer(0.0, clock)  # of demotions, while rows decode
         self._share = options.decoding_share * num_processors()
         self._is_decoding = False
+        self._num_draining = 0  # callers that wait for everything
         self._changed = threading.Condition()
         self._loads: Heap = []
         self._demotions: Heap = []
@@ -279,13 +280,18 @@ class TransferEngine:
             return self._changed.wait_for(lambda: transfer.is_done, timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is queued or running; False where time ran out."""
+        """Until nothing is queued or running; False where time ran out. Demotions do not rest."""
         if not self._threads:
             while self.run_one():
                 pass
             return not self._open
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            self._num_draining += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._open, timeout_s)
+            finally:
+                self._num_draining -= 1
 
     def open_transfers(self) -> list[Transfer]:
         """Transfers accepted and not done."""
@@ -361,7 +367,8 @@ class TransferEngine:
 
     def _delay_s(self) -> float:
         """Seconds until the next demotion may go."""
-        rest = self._rests.delay_s() if self._is_decoding else 0.0
+        may_rest = self._is_decoding and not self._num_draining
+        rest = self._rests.delay_s() if may_rest else 0.0
         return max(self._pacer.delay_s(), rest)
 
     def _take(self, heap: Heap) -> tuple[Transfer, Step] | None:

@@ -264,6 +264,11 @@ def test_demotions_rest_while_rows_decode_and_go_on_when_none_do() -> None:
     assert not second.is_done, "it rests for a billion times what the first used"
     engine.decoding = False
     assert engine.wait(second, 30)
+    engine.decoding = True
+    third = transfer(step(0), priority=Priority.DEMOTE)
+    engine.submit(third)
+    assert engine.drain(30), "whoever waits for all of them does not wait for rests"
+    assert third.num_ok == 1
     engine.close()
 
 
