@@ -5,7 +5,8 @@
 
 An adapter's row is a page table with the lease that it belongs to. Publishing moves the lease to
 the new end, so "unlock the old node, lock the new one" needs no work of its own: an unlock after an
-insert waits for the next call, and is dropped if that call locks the inserted end.
+insert waits for the next call, and is dropped if that call locks the inserted end. As the prefix
+cache does, windows are kept where a request ends, and at a branch point that its match named.
 Pools are counters; slots are handed out once, as in the benchmark's other adapters. Every match
 runs the validation chain over what it would reuse, generations of every block included.
 
@@ -35,6 +36,7 @@ from statewise.radix import (
     Written,
     validate,
 )
+from statewise.radix.segment import BLOCK
 
 Int32 = NDArray[np.int32]
 EVERYONE = Namespace()
@@ -44,7 +46,7 @@ MAX_PAGES = 1 << 26  # page ids handed out in one run
 class Handle:
     """Where a request stands: a match before it is locked, a lease afterwards."""
 
-    __slots__ = ("key", "lease", "match", "moved_to", "position")
+    __slots__ = ("branch", "key", "lease", "match", "moved_to", "position")
 
     def __init__(
         self, key: TokenKey, match: Match | None, lease: Lease | None, position: int
@@ -54,6 +56,7 @@ class Handle:
         self.lease = lease
         self.position = position
         self.moved_to: Handle | None = None  # where an insert took the lease
+        self.branch = 0  # tokens: where windows are wanted; 0: nowhere
 
 
 class Row:
@@ -123,7 +126,9 @@ class FullCache:
         position = match.intersection()[0] * self.page
         assert not validate(match, self.env, position), "nothing here goes wrong"
         branch = match.branch_position if position < match.logical_tokens else None
-        return position, Handle(key, match, None, position), branch
+        handle = Handle(key, match, None, position)
+        handle.branch = branch or 0
+        return position, handle, branch
 
     def indices(self, handle: Handle) -> Row:
         """Page table of what the handle covers."""
@@ -131,7 +136,7 @@ class FullCache:
             pages = self.tree.pages(handle.lease, 0)[0]
         else:
             match = self._matched(handle)
-            pages = match.blocks(0)[: handle.position // self.page]
+            pages = match.pairs(0, 0, handle.position // self.page)[BLOCK]
         return Row(pages, self.page, handle)
 
     def cat(self, row: Row, more: Row) -> Row:
@@ -176,7 +181,7 @@ class FullCache:
                 doubled = len(twin.pages)
                 tables[0][twin.pages] = twin.tree_blocks
         self._take(done.freed)
-        if self.has_window:
+        if self.has_window and (held is None or (handle is not None and handle.branch == n)):
             self.tree.keep(lease, n)
         moved = Handle(key, None, lease, num_pages * self.page)
         row.handle = moved
@@ -254,6 +259,8 @@ class FullCache:
         if self.leaving is not None:
             handle, self.leaving = self.leaving, None
             if handle.lease is not None:
+                if self.has_window:
+                    self.tree.keep(handle.lease, handle.position)
                 self._take(self.tree.release(handle.lease))
                 handle.lease = None
 

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from statewise.radix.lease import Lease, ranges_of
-from statewise.radix.node import Checkpoint, Node, WindowPins
+from statewise.radix.node import ABSENT, Checkpoint, Node, WindowPins
 from statewise.radix.segment import BLOCK, NUM_ROWS, of_table
 from statewise.radix.topology import Topology
 from statewise.radix.trailing import Trailing
+
+Int64 = NDArray[np.int64]
 
 
 def audit(topology: Topology, trailing: Trailing, leases: Iterable[Lease] | None = None) -> None:
@@ -64,6 +66,7 @@ def _check_segments(topology: Topology, node: Node) -> None:
         assert segment.table.shape == (NUM_ROWS, pages), "a column per page"
         counted = of_table(segment.table, segment.aside)
         assert segment.num_present == counted.num_present, "present pages"
+        assert segment.first == counted.first, "the first present page"
         if segment.num_present:
             assert segment.stamp == counted.stamp, "uniform stamp"
         for page in segment.aside.invalid or {}:
@@ -71,11 +74,20 @@ def _check_segments(topology: Topology, node: Node) -> None:
     assert len(node.pins) == (len(topology.trailing.windows) if node.parent else 0), "pins"
     for pins in node.pins:
         assert pins.node is node, "pins know their node"
-        assert len(pins.locks) == len(pins.kept) == node.num_pages, "a count per page"
-        assert (pins.locks >= 0).all(), "locks are never negative"
-        assert (pins.kept >= 0).all(), "keeps are never negative"
+        locks, kept = _counts(pins)
+        assert len(locks) == len(kept) == node.num_pages, "a count per page"
+        assert (locks >= 0).all(), "locks are never negative"
+        assert (kept >= 0).all(), "keeps are never negative"
         if not node.protect:
-            assert not pins.locks.any(), "locked pages lie on a protected path"
+            assert not locks.any(), "locked pages lie on a protected path"
+
+
+def _counts(pins: WindowPins) -> tuple[Int64, Int64]:
+    """(locks, keeps) [num_pages] without what marks pages that are not on the device."""
+    blocks = pins.node.segments[pins.group].table[BLOCK]
+    absent = np.where(blocks < 0, ABSENT, 0)
+    locks = np.array(pins.locks, dtype=np.int64)
+    return locks - absent, np.array(pins.needs, dtype=np.int64) - locks
 
 
 def _check_protection(topology: Topology, node: Node) -> None:
@@ -129,13 +141,16 @@ def _has_stake(trailing: Trailing, group: int, checkpoint: Checkpoint) -> bool:
 
 
 def _transient(pins: WindowPins) -> int:
-    count = len(pins.transient_pages())
+    present = pins.node.segments[pins.group].table[BLOCK] >= 0
+    locks, kept = _counts(pins)
+    count = int(np.count_nonzero(present & (locks == 0) & (kept == 0)))
     assert count == pins.num_transient, "transient pages"
+    assert len(pins.transient_pages(len(present) + 1)) == count, "each of them is found"
     return count
 
 
 def _check_kept(trailing: Trailing, nodes: list[Node]) -> None:
-    expected = {pins: np.zeros_like(pins.kept) for node in nodes for pins in node.pins}
+    expected = _no_counts(nodes)
     for node in nodes:
         for checkpoint in node.checkpoints.values():
             for index in range(len(trailing.windows)):
@@ -143,11 +158,15 @@ def _check_kept(trailing: Trailing, nodes: list[Node]) -> None:
                 for start, stop in ranges:
                     _count_up(node, index, start, stop, expected)
     for pins, kept in expected.items():
-        assert np.array_equal(pins.kept, kept), "kept pages"
+        assert np.array_equal(_counts(pins)[1], kept), "kept pages"
+
+
+def _no_counts(nodes: list[Node]) -> dict[WindowPins, Int64]:
+    return {pins: np.zeros(node.num_pages, np.int64) for node in nodes for pins in node.pins}
 
 
 def _count_up(
-    node: Node, index: int, start: int, stop: int, counts: dict[WindowPins, NDArray[np.int32]]
+    node: Node, index: int, start: int, stop: int, counts: dict[WindowPins, Int64]
 ) -> None:
     at: Node | None = node
     while at is not None:
@@ -162,7 +181,8 @@ def _check_totals(topology: Topology, trailing: Trailing, nodes: list[Node]) -> 
     expected = [0] * topology.schema.num_groups
     for node in nodes:
         for pins in node.pins:
-            expected[pins.group] += pins.tally(0, node.num_pages)[0]
+            present = node.segments[pins.group].table[BLOCK] >= 0
+            expected[pins.group] += int(np.count_nonzero(present & (_counts(pins)[0] == 0)))
         if not node.protect:
             for group in topology.history:
                 expected[group] += node.segments[group].num_present
@@ -189,14 +209,14 @@ def _check_leases(trailing: Trailing, nodes: list[Node], leases: list[Lease]) ->
     anchors = Counter(lease.node for lease in leases)
     for node in nodes:
         assert node.locks == anchors[node], "locks are the leases anchored here"
-    expected = {pins: np.zeros_like(pins.locks) for node in nodes for pins in node.pins}
+    expected = _no_counts(nodes)
     for lease in leases:
         assert lease.node.end == lease.num_published_pages, "a lease is anchored where it ends"
         for index, pinned in enumerate(lease.pinned):
             for start, stop in ranges_of(pinned):
                 _count_up(lease.node, index, start, stop, expected)
     for pins, locks in expected.items():
-        assert np.array_equal(pins.locks, locks), "locked pages"
+        assert np.array_equal(_counts(pins)[0], locks), "locked pages"
     for checkpoint in {c for node in nodes for c in node.checkpoints.values()}:
         holders = sum(1 for lease in leases if lease.checkpoint is checkpoint)
         assert checkpoint.locks == holders, "leases starting from a checkpoint"

@@ -33,7 +33,7 @@ def lasting_pages(match: Match, group: int, resume_at: int = 0) -> Bool:
         kept = np.zeros_like(good)
         for node, start, num in zip(match.nodes, match.starts, match.node_sizes(), strict=True):
             pins = next(p for p in node.pins if p.group == group)
-            kept[start : start + num] = pins.kept[:num] > 0
+            kept[start : start + num] = pins.is_kept()[:num]
         for lo, hi in needed_ranges(spec, resume_at // size * size, size):
             kept[lo:hi] = True
         good &= kept

@@ -49,14 +49,21 @@ class Lease:
         return f"Lease(position={self.position}, {state})"
 
 
-def ranges_of(pinned: Pinned) -> tuple[Range, Range]:
-    """Split into the two ranges of pages."""
+def ranges_of(pinned: Pinned) -> tuple[Range, ...]:
+    """Split into the ranges of pages, sinks first if there are any."""
     sink_end, lo, hi = pinned
-    return (0, sink_end), (lo, hi)
+    return ((0, sink_end), (lo, hi)) if sink_end else ((lo, hi),)
 
 
 def minus(pinned: Pinned, other: Pinned) -> list[Range]:
     """Ranges of pages in `pinned` that are not in `other`."""
+    if not pinned[0] and not other[0]:
+        _, lo, hi = pinned
+        _, start, stop = other
+        if start < stop:
+            both = ((lo, min(hi, start)), (max(lo, stop), hi))
+            return [piece for piece in both if piece[0] < piece[1]]
+        return [(lo, hi)] if lo < hi else []
     left = [r for r in ranges_of(pinned) if r[0] < r[1]]
     for start, stop in ranges_of(other):
         if start >= stop:

@@ -363,10 +363,8 @@ class Match:
             if first >= end:
                 break
             segment = segments[group]
-            if not segment.is_whole(stamp):
-                lo = max(first - start, 0)
-                if not segment.part(lo, end - start).is_whole(stamp):
-                    return False
+            if not segment.holds(max(first - start, 0), end - start, stamp):
+                return False
             end = start
         return True
 

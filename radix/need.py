@@ -28,7 +28,7 @@ def first_token(spec: StateGroupSpec, position: int) -> int:
     """
     if spec.kind is GroupKind.CHUNKED:
         return position - position % spec.window
-    return min(position, max(0, position - spec.window + 1))
+    return max(0, position - spec.window + 1)
 
 
 def trailing_pages(spec: StateGroupSpec, position: int, page_size: int) -> PageRange:
@@ -83,13 +83,13 @@ def protected_pages(
     page boundary below `position` would need. Where the tree ends before that boundary there is
     no such checkpoint: a request that goes on without publishing lets its old window go.
     """
-    boundary = position // page_size
+    boundary, rest = divmod(position, page_size)
     lo = trailing_pages(spec, position, page_size)[0]
-    if boundary == num_pages:
+    if rest and boundary == num_pages:
         lo = min(lo, trailing_pages(spec, boundary * page_size, page_size)[0])
     lo = min(lo, num_pages)
-    sinks = min(sink_pages(spec, position, page_size), num_pages)
-    return min(sinks, lo), lo, num_pages
+    sinks = min(sink_pages(spec, position, page_size), lo) if spec.sinks else 0
+    return sinks, lo, num_pages
 
 
 def needed_ranges(spec: StateGroupSpec, position: int, page_size: int) -> list[PageRange]:
@@ -98,5 +98,7 @@ def needed_ranges(spec: StateGroupSpec, position: int, page_size: int) -> list[P
     if spec.kind.is_history:
         return [(0, page)] if page else []
     lo = min(trailing_pages(spec, position, page_size)[0], page)
+    if not spec.sinks:
+        return [(lo, page)] if lo < page else []
     sinks = min(sink_pages(spec, position, page_size), lo)
     return [(a, b) for a, b in ((0, sinks), (lo, page)) if a < b]

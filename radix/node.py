@@ -20,14 +20,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from statewise.radix.segment import BLOCK, Segment
 
-Int32 = NDArray[np.int32]
-Intp = NDArray[np.intp]
-FEW = 16  # pages that are counted one by one
+ABSENT = 1 << 40  # counted on pages that are not on the device
 Ranges = tuple[tuple[int, int], ...]  # half-open, absolute pages
 
 
@@ -35,53 +30,68 @@ class WindowPins:
     """Who needs the pages of one window segment: counts per page, changed in place.
 
     A page that no lease locks can be evicted; one that no checkpoint keeps either is *transient*
-    and goes first.
+    and goes first. A page that is not on the device counts ABSENT more in both rows, so that what
+    can go is what counts 0. Rows are lists: windows are short, and array operations on a few pages
+    would cost ten times as much.
     """
 
-    __slots__ = ("group", "kept", "locks", "node", "num_transient")
+    __slots__ = ("group", "locks", "needs", "node", "num_transient")
 
-    def __init__(self, node: Node, group: int, locks: Int32, kept: Int32) -> None:
+    def __init__(self, node: Node, group: int, locks: list[int], needs: list[int]) -> None:
         self.node = node
         self.group = group
-        self.locks = locks  # [num_pages] leases that may still read the page
-        self.kept = kept  # [num_pages] checkpoints that include the page
+        self.locks = locks  # per page: leases that may still read it
+        self.needs = needs  # per page: these, and checkpoints that include it
         self.num_transient = 0
-
-    def present(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Pages [start, stop) of the node that are on the device."""
-        return self.node.segments[self.group].table[BLOCK, start:stop] >= 0
 
     def tally(self, start: int, stop: int) -> tuple[int, int]:
         """(evictable, transient) pages of the node's pages [start, stop)."""
-        locks = self.locks[start:stop]
-        kept = self.kept[start:stop]
-        segment = self.node.segments[self.group]
-        if len(locks) <= FEW:
-            return _count(locks, kept, segment.table[BLOCK, start:stop])
-        if segment.num_present == segment.table.shape[1]:  # no page to leave out
-            num = len(locks)
-            locked = int(np.count_nonzero(locks))
-            return num - locked, num - int(np.count_nonzero(locks | kept))
-        if not segment.num_present:
-            return 0, 0
-        free = self.present(start, stop) & (locks == 0)
-        transient = free & (kept == 0)
-        return int(np.count_nonzero(free)), int(np.count_nonzero(transient))
+        return self.locks[start:stop].count(0), self.needs[start:stop].count(0)
 
-    def transient_pages(self) -> Intp:
-        """Pages of the node that can be evicted first, in order."""
-        free = self.present(0, len(self.locks)) & (self.locks == 0) & (self.kept == 0)
-        return np.flatnonzero(free)
+    def lock(self, start: int, stop: int, delta: int) -> None:
+        """Count `delta` leases more on the node's pages [start, stop)."""
+        self.locks[start:stop] = [count + delta for count in self.locks[start:stop]]
+        self.needs[start:stop] = [count + delta for count in self.needs[start:stop]]
+
+    def keep(self, start: int, stop: int, delta: int) -> None:
+        """Count `delta` checkpoints more on the node's pages [start, stop)."""
+        self.needs[start:stop] = [count + delta for count in self.needs[start:stop]]
+
+    def transient_pages(self, limit: int) -> list[int]:
+        """The first `limit` pages of the node that can be evicted first, in order."""
+        found: list[int] = []
+        at = -1
+        for _ in range(min(limit, self.num_transient)):
+            at = self.needs.index(0, at + 1)
+            found.append(at)
+        return found
+
+    def take(self, pages: list[int]) -> None:
+        """Note that transient `pages` have left the device."""
+        for page in pages:
+            self.locks[page] = self.needs[page] = ABSENT
+
+    def follow(self) -> None:
+        """Note which pages are on the device after the segment was replaced."""
+        blocks = self.node.segments[self.group].table[BLOCK].tolist()
+        for page, block in enumerate(blocks):
+            was_absent = self.locks[page] >= ABSENT
+            if was_absent != (block < 0):
+                change = ABSENT if block < 0 else -ABSENT
+                self.locks[page] += change
+                self.needs[page] += change
+
+    def is_kept(self) -> list[bool]:
+        """[num_pages] whether a checkpoint includes the page."""
+        return [need > lock for need, lock in zip(self.needs, self.locks, strict=True)]
 
 
-def _count(locks: Int32, kept: Int32, blocks: Int32) -> tuple[int, int]:
-    """What `tally` says, without array operations: for few pages they would be most of its cost."""
-    evictable = transient = 0
-    for block, lock, keep in zip(blocks.tolist(), locks.tolist(), kept.tolist(), strict=True):
-        if block >= 0 and not lock:
-            evictable += 1
-            transient += not keep
-    return evictable, transient
+def nobody(segment: Segment, start: int) -> list[int]:
+    """Counts of a segment's pages from `start` on that neither lease nor checkpoint needs."""
+    size = segment.num_pages - start
+    if segment.num_present == segment.num_pages:
+        return [0] * size
+    return [0 if block >= 0 else ABSENT for block in segment.table[BLOCK, start:].tolist()]
 
 
 class StateBlock(NamedTuple):
@@ -189,17 +199,17 @@ class Node:
 
     def new_pins(self, groups: tuple[int, ...]) -> None:
         """Start with no page locked or kept."""
-        size = self.end - self.start
         self.pins = tuple(
-            WindowPins(self, g, np.zeros(size, np.int32), np.zeros(size, np.int32)) for g in groups
+            WindowPins(self, g, nobody(self.segments[g], 0), nobody(self.segments[g], 0))
+            for g in groups
         )
 
     def grow_pins(self) -> None:
         """Follow an extension of the run: new pages are neither locked nor kept."""
         for pins in self.pins:
-            more = np.zeros(self.end - self.start - len(pins.locks), np.int32)
-            pins.locks = np.concatenate((pins.locks, more))
-            pins.kept = np.concatenate((pins.kept, more))
+            more = nobody(self.segments[pins.group], len(pins.locks))
+            pins.locks += more
+            pins.needs += more
 
     def split(self, page: int, page_bytes: int) -> Node:
         """Cut at absolute `page`; return the new upper part, this object keeps the lower one."""
@@ -213,13 +223,12 @@ class Node:
         upper.tick = self.tick
         upper.clean = self.clean
         upper.protect = 1 if self.protect else 0
-        upper.pins = tuple(WindowPins(upper, p.group, p.locks[:k], p.kept[:k]) for p in self.pins)
+        upper.pins = tuple(WindowPins(upper, p.group, p.locks[:k], p.needs[:k]) for p in self.pins)
         for place in [place for place in self.checkpoints if place[0] <= page]:
             moved = upper.checkpoints[place] = self.checkpoints.pop(place)
             moved.node = upper
         for pins in self.pins:
-            pins.locks = pins.locks[k:]
-            pins.kept = pins.kept[k:]
+            del pins.locks[:k], pins.needs[:k]
         size = self.end - self.start
         self.segments = tuple(s.part(k, size) for s in self.segments)
         self.key = self.key[k * page_bytes :]
@@ -236,5 +245,4 @@ class Node:
         self.key = self.key[: k * page_bytes]
         self.end = page
         for pins in self.pins:
-            pins.locks = pins.locks[:k]
-            pins.kept = pins.kept[:k]
+            del pins.locks[k:], pins.needs[k:]

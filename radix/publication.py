@@ -31,6 +31,7 @@ from statewise.radix.segment import (
     PageAside,
     Segment,
     new_columns,
+    presence,
 )
 from statewise.radix.topology import NO_PAGES, Topology
 from statewise.radix.trailing import Trailing
@@ -110,11 +111,11 @@ class Publisher:
             source = self._top.sources.get(group)
             if source is not None:
                 columns[DEPENDENCY] = np.where(made[source].table[BLOCK] >= 0, seq, -1)
-            present = int(np.count_nonzero(columns[BLOCK] >= 0))
+            present, first = presence(columns[BLOCK])
             self._ledger.note(group, written.cause, present)
             sums = written.sums_of(group, blocks)
             aside = NOTHING_ASIDE if sums is None else PageAside(checksums=sums)
-            made[group] = Segment(columns, present, stamp if present else MIXED, aside)
+            made[group] = Segment(columns, present, stamp if present else MIXED, aside, first)
         return tuple(made)
 
     def restore(

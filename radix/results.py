@@ -37,7 +37,10 @@ class SlowBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Blocks that left the tree: device blocks per group, and blocks of slower tiers."""
+    """Blocks that left the tree: device blocks per group, and blocks of slower tiers.
+
+    Arrays are not to be written to.
+    """
 
     blocks: tuple[Int32, ...]
     slow: tuple[SlowBlock, ...] = ()
@@ -70,10 +73,12 @@ class FreedBuilder:
         self.add(group, np.array([block], dtype=np.int32))
 
     def done(self) -> Freed:
-        """Everything collected; arrays are the caller's own."""
-        return Freed(
-            tuple(np.concatenate(p) if p else NO_BLOCKS for p in self.parts), (*self.slow,)
-        )
+        """Everything collected; arrays may share memory with segments, which never change."""
+        joined = [
+            NO_BLOCKS if not parts else parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for parts in self.parts
+        ]
+        return Freed(tuple(joined), tuple(self.slow))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,8 @@ def is_whole(match: Match, group: int, lo: int, hi: int) -> bool:
     end = match.logical_pages
     for start, segments in zip(reversed(match.starts), reversed(match.segments), strict=True):
         segment = segments[group]
-        if start < hi and not segment.is_whole(stamp):
-            part = segment.part(max(lo - start, 0), min(end, hi) - start)
-            if not part.is_whole(stamp):
-                return False
+        if start < hi and not segment.holds(max(lo - start, 0), min(end, hi) - start, stamp):
+            return False
         if start <= lo:
             break
         end = start

@@ -35,20 +35,14 @@ class GroupKind(enum.Enum):
     TAIL = "tail"
     RECURRENT = "recurrent"
 
-    @property
-    def is_history(self) -> bool:
-        """Every page below the position is needed."""
-        return self in (GroupKind.FULL, GroupKind.COMPRESSED, GroupKind.INDEX)
+    is_history: bool  # every page below the position is needed
+    is_window: bool  # only trailing pages are needed
+    is_snapshot: bool  # one block holds the state at exactly one position
 
-    @property
-    def is_window(self) -> bool:
-        """Only trailing pages are needed."""
-        return self in (GroupKind.WINDOW, GroupKind.CHUNKED)
-
-    @property
-    def is_snapshot(self) -> bool:
-        """One block holds the state at exactly one position."""
-        return self in (GroupKind.TAIL, GroupKind.RECURRENT)
+    def __init__(self, word: str) -> None:
+        self.is_history = word in ("full", "compressed", "index")
+        self.is_window = word in ("window", "chunked")
+        self.is_snapshot = word in ("tail", "recurrent")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ NUM_ROWS = 5
 SLOW_BLOCK, SLOW_TIER = range(2)
 NUM_SLOW_ROWS = 2
 MIXED = -2  # `Segment.stamp` where pages differ
+FEW = 16  # pages that are looked at one by one: array operations would cost more
 SEQ_MASK = 0x7FFFFFFF  # sequence numbers wrap: they are compared for equality only
 
 
@@ -72,20 +73,28 @@ NOTHING_ASIDE = PageAside()
 class Segment:
     """One group's pages of one node; immutable."""
 
-    __slots__ = ("aside", "num_present", "stamp", "table")
+    __slots__ = ("aside", "first", "num_present", "stamp", "table")
 
     table: Int32  # [NUM_ROWS, num_pages]
     num_present: int  # pages on the device
+    first: int  # the first of them; num_pages where there is none
     stamp: int  # of every device page, or MIXED
     aside: PageAside
 
     def __init__(
-        self, table: Int32, num_present: int, stamp: int, aside: PageAside = NOTHING_ASIDE
+        self,
+        table: Int32,
+        num_present: int,
+        stamp: int,
+        aside: PageAside = NOTHING_ASIDE,
+        first: int = -1,
     ) -> None:
+        """`first`: -1 where the caller does not know it."""
         self.table = table
         self.num_present = num_present
         self.stamp = stamp
         self.aside = aside
+        self.first = first if first >= 0 else presence(table[BLOCK])[1]
 
     @property
     def num_pages(self) -> int:
@@ -126,16 +135,32 @@ class Segment:
             present = present | (self.aside.slow[SLOW_BLOCK] >= 0)
         return self.valid(stamp) & present
 
+    def holds(self, start: int, stop: int, stamp: int) -> bool:
+        """Whether `part(start, stop)` is whole."""
+        if self.stamp == stamp and self.aside.invalid is None:
+            return self.present_in(start, stop)[0] == stop - start
+        return self.part(start, stop).is_whole(stamp)
+
     def part(self, start: int, stop: int) -> Segment:
         """Pages [start, stop), sharing memory."""
         table = self.table[:, start:stop]
         aside = self.aside if self.aside is NOTHING_ASIDE else self.aside.part(start, stop)
+        size: int = table.shape[1]
+        if not self.num_present:
+            return Segment(table, 0, MIXED, aside, size)
         if self.stamp == MIXED:  # a part of a mixed run may be uniform
             return of_table(table, aside)
         if self.num_present == self.table.shape[1]:
-            return Segment(table, table.shape[1], self.stamp, aside)
-        present = int(np.count_nonzero(table[BLOCK] >= 0))
-        return Segment(table, present, self.stamp, aside)
+            return Segment(table, size, self.stamp, aside, 0)
+        present, first = self.present_in(start, start + size)
+        return Segment(table, present, self.stamp if present else MIXED, aside, first)
+
+    def present_in(self, start: int, stop: int) -> tuple[int, int]:
+        """(number of pages of [start, stop) on the device, index of the first from `start`)."""
+        if self.num_present == self.table.shape[1] - self.first:  # nothing is missing after it
+            first = min(max(self.first, start), stop)
+            return stop - first, first - start
+        return presence(self.table[BLOCK, start:stop])
 
     def joined(self, other: Segment) -> Segment:
         """Append `other` to this run."""
@@ -147,7 +172,8 @@ class Segment:
         aside = NOTHING_ASIDE
         if self.aside is not NOTHING_ASIDE or other.aside is not NOTHING_ASIDE:
             aside = _join_aside(self, other)
-        return Segment(table, self.num_present + other.num_present, stamp, aside)
+        first = self.first if self.num_present else self.table.shape[1] + other.first
+        return Segment(table, self.num_present + other.num_present, stamp, aside, first)
 
     def with_pages(
         self, pages: NDArray[np.intp], columns: Int32, sums: NDArray[np.uint64] | None = None
@@ -176,38 +202,55 @@ class Segment:
             invalid[page] = invalid.get(page, 0) | mask
         return self.with_aside(self.aside._replace(invalid=invalid or None))
 
-    def without(self, pages: NDArray[np.intp]) -> Segment:
+    def without(self, pages: NDArray[np.intp] | list[int]) -> Segment:
         """`pages` off the device; copies in slower tiers stay."""
         table = self.table.copy()
-        left = self.num_present - int(np.count_nonzero(table[BLOCK, pages] >= 0))
         table[BLOCK, pages] = -1
-        if self.stamp == MIXED and left:  # what is left may be uniform
+        if self.stamp == MIXED:  # what is left may be uniform
             return of_table(table, self.aside)
-        return Segment(table, left, self.stamp if left else MIXED, self.aside)
+        stop = self.first + len(pages)
+        if self.num_present == table.shape[1] - self.first and pages[-1] == stop - 1:
+            left, first = self.num_present - len(pages), stop  # the first of a run without a gap
+        else:
+            left, first = presence(table[BLOCK])
+        return Segment(table, left, self.stamp if left else MIXED, self.aside, first)
 
     def with_aside(self, aside: PageAside) -> Segment:
         """Keep the table, with other pages' extras."""
-        return Segment(self.table, self.num_present, self.stamp, aside)
+        return Segment(self.table, self.num_present, self.stamp, aside, self.first)
+
+
+def presence(blocks: Int32) -> tuple[int, int]:
+    """(number of pages on the device, index of the first; number of pages where there is none)."""
+    size = len(blocks)
+    if size <= FEW:
+        row = blocks.tolist()
+        if not row or min(row) >= 0:
+            return size, 0
+        there = [i for i, block in enumerate(row) if block >= 0]
+        return len(there), there[0] if there else size
+    on_device = blocks >= 0
+    present = int(np.count_nonzero(on_device))
+    return present, int(on_device.argmax()) if present else size
 
 
 def of_table(table: Int32, aside: PageAside = NOTHING_ASIDE) -> Segment:
     """Segment of a table, its summary counted."""
-    on_device = table[BLOCK] >= 0
-    present = int(np.count_nonzero(on_device))
-    stamps = table[STAMP] if present == table.shape[1] else table[STAMP][on_device]
+    present, first = presence(table[BLOCK])
+    stamps = table[STAMP] if present == table.shape[1] else table[STAMP, table[BLOCK] >= 0]
     uniform = MIXED
     if present and bool((stamps == stamps[0]).all()):
         uniform = int(stamps[0])
     if all(part is None for part in aside):
         aside = NOTHING_ASIDE
-    return Segment(table, present, uniform, aside)
+    return Segment(table, present, uniform, aside, first)
 
 
 def new_columns(blocks: Int32, generations: Int32 | None, stamp: int, seq: int) -> Int32:
     """[NUM_ROWS, n] columns of freshly written pages; `generations` is indexed by block."""
     table = np.empty((NUM_ROWS, len(blocks)), dtype=np.int32)
     table[BLOCK] = blocks
-    table[GENERATION] = 0 if generations is None else generations[blocks]
+    table[GENERATION] = 0 if generations is None else generations.take(blocks)
     table[STAMP] = stamp
     table[SEQ] = seq
     table[DEPENDENCY] = -1
@@ -216,7 +259,7 @@ def new_columns(blocks: Int32, generations: Int32 | None, stamp: int, seq: int) 
 
 def empty_segment() -> Segment:
     """Make a segment of no pages."""
-    return Segment(np.empty((NUM_ROWS, 0), dtype=np.int32), 0, MIXED)
+    return Segment(np.empty((NUM_ROWS, 0), dtype=np.int32), 0, MIXED, NOTHING_ASIDE, 0)
 
 
 def _join_aside(first: Segment, second: Segment) -> PageAside:

@@ -346,18 +346,16 @@ class Topology:
         assert not node.children, "only a leaf's tail can go"
         assert not node.protect, "leased pages stay"
         self.version += 1
-        for checkpoint in [c for c in node.checkpoints.values() if c.page > page]:
-            self.trailing.remove_checkpoint(checkpoint, freed)
-        if page <= node.start:
-            for checkpoint in list(node.checkpoints.values()):
+        if node.checkpoints:
+            whole = page <= node.start
+            for checkpoint in [c for c in node.checkpoints.values() if whole or c.page > page]:
                 self.trailing.remove_checkpoint(checkpoint, freed)
         k = max(page - node.start, 0)
         self.trailing.pages_removed(node, k)
         for group in self.paged:
-            tail = node.segments[group].part(k, node.num_pages)
-            collect(group, tail, freed)
+            num = collect(group, node.segments[group], k, freed)
             if group in self.history:
-                self.evictable[group] -= tail.num_present
+                self.evictable[group] -= num
         if k:
             node.trim(page, self.page_bytes)
             node.clean = self._clean(node.segments)
@@ -382,16 +380,19 @@ class Topology:
         self.take_tail(node, node.start + k, freed)
 
 
-def collect(group: int, segment: Segment, freed: FreedBuilder) -> None:
-    """Add every block of a segment to `freed`."""
-    blocks: Int32 = segment.table[BLOCK]
-    if segment.num_present:
-        freed.add(group, blocks if segment.num_present == len(blocks) else blocks[blocks >= 0])
+def collect(group: int, segment: Segment, k: int, freed: FreedBuilder) -> int:
+    """Add every block of a segment from its page `k` on to `freed`; how many are on the device."""
+    size = segment.num_pages
+    num, first = segment.present_in(k, size)
+    if num:
+        blocks: Int32 = segment.table[BLOCK, k + first :]
+        freed.add(group, blocks if num == len(blocks) else blocks[blocks >= 0])
     slow = segment.aside.slow
     if slow is not None:
-        for page in np.flatnonzero(slow[SLOW_BLOCK] >= 0).tolist():
+        for page in (np.flatnonzero(slow[SLOW_BLOCK, k:] >= 0) + k).tolist():
             tier = Tier(int(slow[SLOW_TIER, page]))
             freed.slow.append(SlowBlock(group, tier, int(slow[SLOW_BLOCK, page])))
+    return num
 
 
 def checkpoints_of(node: Node) -> list[Checkpoint]:

@@ -15,10 +15,10 @@ This module does not shape the tree and does not touch history.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from statewise.radix.need import sink_pages, trailing_pages
-from statewise.radix.node import Checkpoint, Intp, Node, Ranges, StateBlock, WindowPins
+from statewise.radix.node import Checkpoint, Node, Ranges, StateBlock, WindowPins
 from statewise.radix.order import ScoreOrder
 from statewise.radix.policy import EvictionPolicy
 from statewise.radix.results import FreedBuilder
@@ -71,6 +71,8 @@ class Trailing:
 
     def pages_changed(self, pins: WindowPins, *, before: bool) -> None:
         """Call before and after one segment is replaced."""
+        if not before:
+            pins.follow()
         self._count(self.windows.index(pins.group), pins, 0, -1 if before else +1)
 
     def _count(self, index: int, pins: WindowPins, k: int, sign: int) -> None:
@@ -99,7 +101,7 @@ class Trailing:
             pins = node.pins[index]
             lo, hi = max(start - node.start, 0), stop - node.start
             evictable, transient = pins.tally(lo, hi)
-            pins.locks[lo:hi] += 1
+            pins.lock(lo, hi, +1)
             self.evictable[pins.group] -= evictable
             if transient:
                 self._shift(index, pins, -transient)
@@ -113,7 +115,7 @@ class Trailing:
                 node = node.parent
             pins = node.pins[index]
             lo, hi = max(start - node.start, 0), stop - node.start
-            pins.locks[lo:hi] -= 1
+            pins.lock(lo, hi, -1)
             evictable, transient = pins.tally(lo, hi)
             self.evictable[pins.group] += evictable
             if transient:
@@ -128,9 +130,9 @@ class Trailing:
                 node = node.parent
             pins = node.pins[index]
             lo, hi = max(start - node.start, 0), stop - node.start
-            before = pins.tally(lo, hi)[1] if delta > 0 else 0
-            pins.kept[lo:hi] += delta
-            after = pins.tally(lo, hi)[1] if delta < 0 else 0
+            before = pins.needs[lo:hi].count(0) if delta > 0 else 0
+            pins.keep(lo, hi, delta)
+            after = pins.needs[lo:hi].count(0) if delta < 0 else 0
             if after != before:
                 self._shift(index, pins, after - before, oldest=True)
             stop = node.start
@@ -143,9 +145,9 @@ class Trailing:
                 while node.start >= stop:
                     assert node.parent is not None, "pages lie on the path"
                     node = node.parent
-                lo, hi = max(start - node.start, 0), stop - node.start
-                segment = node.segments[group]
-                if not (segment.is_whole(stamp) or segment.part(lo, hi).is_whole(stamp)):
+                if not node.segments[group].holds(
+                    max(start - node.start, 0), stop - node.start, stamp
+                ):
                     return False
                 stop = node.start
         return True
@@ -157,7 +159,7 @@ class Trailing:
         spec = self.schema.groups[self.windows[index]]
         size = self.schema.page_size
         lo = min(trailing_pages(spec, position, size)[0], page)
-        sinks = min(sink_pages(spec, position, size), lo)
+        sinks = min(sink_pages(spec, position, size), lo) if spec.sinks else 0
         return ((lo, page), (0, sinks)) if sinks else ((lo, page),)
 
     def add_checkpoint(
@@ -173,7 +175,7 @@ class Trailing:
         node.checkpoints[page, tail] = made
         made.tick = self.next_tick()
         made.ranges = tuple(
-            self.window_ranges(index, position, page) for index in range(len(self.windows))
+            [self.window_ranges(index, position, page) for index in range(len(self.windows))]
         )
         for index, ranges in enumerate(made.ranges):
             for start, stop in ranges:
@@ -186,9 +188,10 @@ class Trailing:
         """Page of the deepest checkpoint above boundary `page`, 0 without one."""
         at: Node | None = node
         while at is not None:
-            above = [place[0] for place in at.checkpoints if place[0] < page]
-            if above:
-                return max(above)
+            if at.checkpoints:
+                above = [place[0] for place in at.checkpoints if place[0] < page]
+                if above:
+                    return max(above)
             at = at.parent
         return 0
 
@@ -202,10 +205,14 @@ class Trailing:
 
     def _rank(self, checkpoint: Checkpoint) -> None:
         """Put an unlocked checkpoint in its place in the order of every group it holds state of."""
-        groups: Iterable[int] = self.windows
-        if checkpoint.blocks:
-            groups = {*groups, *(held.group for held in checkpoint.blocks)}
-        for group in groups:
+        if not checkpoint.blocks:  # window pages alone
+            for group, ranges in zip(self.windows, checkpoint.ranges, strict=True):
+                num_pages = sum([stop - start for start, stop in ranges])
+                if num_pages:
+                    score = self.policy.checkpoint_score(checkpoint, num_pages)
+                    self.checkpoints[group].put(checkpoint, score)
+            return
+        for group in {*self.windows, *(held.group for held in checkpoint.blocks)}:
             num_blocks = self.num_blocks(checkpoint, group)
             if num_blocks:
                 score = self.policy.checkpoint_score(checkpoint, num_blocks)
@@ -278,13 +285,16 @@ class Trailing:
 
     # ---------------------------------------------------------------- evicting
 
-    def take_pages(self, pins: WindowPins, pages: Intp, freed: FreedBuilder) -> None:
+    def take_pages(self, pins: WindowPins, pages: list[int], freed: FreedBuilder) -> None:
         """Free transient pages of one segment; the history of the same tokens stays."""
         node, group = pins.node, pins.group
         segment = node.segments[group]
-        freed.add(group, segment.table[BLOCK, pages])
+        first, stop = pages[0], pages[-1] + 1
+        run: slice | list[int] = slice(first, stop) if stop - first == len(pages) else pages
+        freed.add(group, segment.table[BLOCK, run])
         segments = list(node.segments)
         segments[group] = segment.without(pages)
+        pins.take(pages)
         node.segments = tuple(segments)
         self.evictable[group] -= len(pages)
         self._shift(self.windows.index(group), pins, -len(pages))
@@ -296,7 +306,7 @@ class Trailing:
         while freed.counts[group] < num_blocks:
             if order:
                 pins = next(iter(order))
-                pages = pins.transient_pages()[: num_blocks - freed.counts[group]]
+                pages = pins.transient_pages(num_blocks - freed.counts[group])
                 self.take_pages(pins, pages, freed)
                 self.on_emptied(pins.node)
             elif retained:

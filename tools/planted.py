@@ -168,8 +168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f11 a window is one token too short",
         NEED,
-        "return min(position, max(0, position - spec.window + 1))",
-        "return min(position, max(0, position - spec.window + 2))",
+        "return max(0, position - spec.window + 1)",
+        "return max(0, position - spec.window + 2)",
         (WORLDS, "tests/unit/radix/test_need.py"),
     ),
     Mutant(
