@@ -227,7 +227,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "f26 a lease protects the whole window group",
         NEED,
-        "    return min(sinks, lo), lo, num_pages",
+        "    return sinks, lo, num_pages",
         "    return 0, 0, num_pages",
         (f"{CACHE}::test_f26_a_lease_takes_only_the_window_it_needs_out_of_eviction",),
     ),
