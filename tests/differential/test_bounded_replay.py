@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from statewise.radix import Tier
 from statewise.radix.bounded import can_be_bounded
 from statewise.radix.plan import Level
 from statewise.runtime.models.tiny import TinySize, make_tiny_model
 from support.model_recovery import Scene
 from support.published import GPT_OSS_20B, QWEN3_NEXT_80B, V4_FLASH, schema_of
+from support.tier_engine import forget_device, settle
 
 RNG = random.Random(3)
 PROMPT = [RNG.randrange(256) for _ in range(325)]
@@ -69,6 +71,68 @@ def test_it_replays_what_was_asked_for_and_shares_nothing(model: Path, arch: str
     assert scene.serve(PROMPT, 24).tokens == whole.tokens
     scene.core.flush()
     assert all(p.num_free == p.num_blocks for p in scene.core.cache.pools)
+
+
+def test_nothing_approximate_leaves_the_device_or_is_found_elsewhere(
+    model: Path, arch: str, tmp_path: Path
+) -> None:
+    """With slower tiers: what a bounded replay computed is neither copied out nor loaded.
+
+    The tiers hold history, and no window: a bounded replay over loaded pages. A server without
+    bounded replays on the same directory is exact afterwards.
+    """
+    settings: dict[str, object] = {
+        "model_path": str(model), "page_size": PAGE, "max_total_tokens": 2048, "audit": True,
+        "chunked_prefill_size": 64, "checkpoint_policy": "ends", "host_cache_gb": 0.05,
+        "disk_cache_dir": str(tmp_path / "cache"), "disk_cache_gb": 0.1,
+    }  # fmt: skip
+    scene = Scene(bounded_replay=20, **settings)
+    exact = scene.serve(PROMPT, 24)
+    settle(scene.core)
+    lose_trailing(scene, arch)
+    lose_stored(scene, TRAILING[arch])
+    stored = stored_names(scene)
+    for _ in range(2):
+        served = scene.serve(PROMPT, 24)
+        assert served.report.level == "bounded", served.report
+        assert served.logprobs[0] != exact.logprobs[0]
+        settle(scene.core)
+        assert stored_names(scene) == stored
+        forget_device(scene.core)
+        scene.serve([*PROMPT[:LENGTH], 1], 1)  # loads the history, and is approximate as well
+        settle(scene.core)
+        lose_trailing(scene, arch)
+    scene.core.close()
+    other = Scene(**settings)
+    again = other.serve(PROMPT, 24)
+    assert (again.tokens, again.logprobs) == (exact.tokens, exact.logprobs)
+    other.core.close()
+
+
+def stored_names(scene: Scene) -> dict[Tier, set[bytes]]:
+    """Names of everything in every tier."""
+    tiering = scene.core.cache.tiering
+    assert tiering is not None
+    return {
+        tier: {store.key_of(handle) for handle in store.all_handles()}
+        for tier, store in tiering.tiers.stores.items()
+    }
+
+
+def lose_stored(scene: Scene, groups: tuple[str, ...]) -> None:
+    """Take groups' state of the prompt out of every tier."""
+    tiering = scene.core.cache.tiering
+    assert tiering is not None
+    match, stored = scene.match(PROMPT), tiering.stored
+    names = stored.names(match.namespace, match.key)
+    for name in groups:
+        group = scene.schema.index_of(name)
+        is_snapshot = scene.schema.groups[group].kind.is_snapshot
+        address = stored.snapshot_address if is_snapshot else stored.page_address
+        pages = range(is_snapshot, match.logical_pages + is_snapshot)
+        keys = [address(names, group, page).key for page in pages]
+        for store in tiering.tiers.stores.values():
+            store.free([handle for handle in store.find(keys) if handle >= 0])
 
 
 @pytest.mark.parametrize(

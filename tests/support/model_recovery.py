@@ -83,6 +83,7 @@ class Scene:
         *,
         checkpoint: bool = False,
         exact: bool = False,
+        salt: str = "",
     ) -> Served:
         """Run one greedy request to its end."""
         self._num_served += 1
@@ -93,7 +94,7 @@ class Scene:
             pack_ids(prompt),
             params,
             logprob=LogprobOptions(enabled=True),
-            cache=CacheOptions(checkpoint=checkpoint, exact=exact),
+            cache=CacheOptions(salt=salt, checkpoint=checkpoint, exact=exact),
         )
         self.core.add_request(request)
         out = Served()
