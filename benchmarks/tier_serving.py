@@ -1,14 +1,13 @@
-"""Slower tiers through the serving engine: time to the first token, and what decoding pays.
+"""Slower tiers through the serving engine: time to the first token.
 
-    ttft       one prompt of each length: cold, from host memory, from disk, from the device; beside
-               the planner's estimates of computing and of loading it
-    restore    time between two tokens of a request that decodes while a long prefix is loaded
-    writing    decoding steps while state is copied out, beside the same steps with nothing to copy
+One prompt of each length: cold, from host memory, from disk, from the device; beside the planner's
+estimates of computing and of loading it.
+What copies cost a request that decodes is measured by `tier_decoding.py`.
 
 One engine, no server: everything but HTTP and processes. Greedy, so that all four ways must give
 the same first token; a difference ends the run.
 
-    usage: python benchmarks/tier_serving.py [--model NAME] [--lengths 512,2048,8192] [--json FILE]
+    usage: python benchmarks/tier_serving.py [--model NAME] [--lengths 512,8192] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from statewise.runtime.engine.core import EngineCore
 from statewise.runtime.messages import TokenizedRequest, pack_ids
 from statewise.runtime.sampling_params import SamplingParams
 
-STEPS = 60  # tokens of a decoding request
+REPEATS = 3  # of each way but the cold one
 
 
 class Bench:
@@ -101,22 +100,30 @@ class Bench:
             store.free(store.all_handles())
 
     def ttft(self, length: int) -> dict[str, Any]:
-        """Cold, host, disk, device."""
+        """Cold once; from host, disk and device the median of `REPEATS`."""
         prompt = self.prompt(length)
         cost = self.core.cache.cost.model
         out: dict[str, Any] = {"tokens": length, "computing_s": cost.prefill_s(0, length)}
         out["cold"] = self.first(prompt)
         self.settle()
-        self.forget()
-        out["host"] = self.first(prompt)
-        self.settle()
+        out["host"] = self._median(prompt, lambda: self.forget())
         self.forget(Tier.HOST)
         self._estimate(out, prompt)
-        out["disk"] = self.first(prompt)
-        out["device"] = self.first(prompt)
+        out["disk"] = self._median(prompt, lambda: self.forget(Tier.HOST))
+        out["device"] = self._median(prompt, lambda: None)
         tokens = {out[way]["token"] for way in ("cold", "host", "disk", "device")}
         assert len(tokens) == 1, f"first tokens differ: {out}"
         return out
+
+    def _median(self, prompt: list[int], before: Callable[[], None]) -> dict[str, Any]:
+        """The run of median time, `before` done before each; all of the same first token."""
+        runs = []
+        for _ in range(REPEATS):
+            before()
+            runs.append(self.first(prompt))
+            self.settle()
+        assert len({run["token"] for run in runs}) == 1, f"first tokens differ: {runs}"
+        return sorted(runs, key=lambda run: run["seconds"])[REPEATS // 2]
 
     def _estimate(self, out: dict[str, Any], prompt: list[int]) -> None:
         """What the planner thinks of loading it from disk."""
@@ -128,54 +135,27 @@ class Bench:
         if lookup.offer is not None:
             out["loading_s"] = lookup.offer.plan.recovery_s
 
-    def gaps(self, during: list[int] | None, max_new: int) -> dict[str, float]:
-        """Seconds between tokens of one decoding request, another arriving after a few."""
-        rid = self.add(self.prompt(64), STEPS)
-        times: list[float] = []
-        while self.core.has_work():
-            for delta in self.core.step():
-                if delta.rid == rid and delta.token_ids:
-                    times.append(time.perf_counter())
-            if during is not None and len(times) == 10:
-                self.add(during, max_new)
-                during = None
-        gaps = np.diff(times)[12:]
-        return {
-            "median_ms": 1e3 * float(np.median(gaps)),
-            "p95_ms": 1e3 * float(np.quantile(gaps, 0.95)),
-            "worst_ms": 1e3 * float(gaps.max()),
-        }
-
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", default="gemma3-270m")
-    parser.add_argument("--lengths", default="512,2048,8192")
+    parser.add_argument("--lengths", default="512,2048,8192,32000")
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     lengths = [int(word) for word in args.lengths.split(",")]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         bench = Bench(args.model, Path(folder) / "cache", max(lengths))
-        bench.gaps(None, 0)  # warm up
+        bench.first(bench.prompt(64))  # warm up
         report: dict[str, Any] = {
             "model": args.model, "load_average": os.getloadavg(), "cores": os.cpu_count(),
-            "alone": [bench.gaps(None, 0) for _ in range(3)], "ttft": [],
+            "ttft": [],
         }  # fmt: skip
         for length in lengths:
             one = bench.ttft(length)
             print(json.dumps(one))
             report["ttft"].append(one)
-        long = bench.prompt(max(lengths))
-        bench.first(long)
-        report["writing"] = bench.gaps(None, 0)  # the copies of `long` run beside it
-        bench.settle()
-        bench.forget(Tier.HOST)
-        report["restoring"] = bench.gaps(long, 1)
-        report["alone"] += [bench.gaps(None, 0) for _ in range(3)]
-        alone = [gaps["median_ms"] for gaps in report["alone"]]
-        report["alone_median_ms"] = statistics.median(alone)
         report["tiers"] = bench.core.stats()["tiers"]
         report["cost"] = bench.core.stats()["cost_model"]["tiers"]
         bench.core.close()

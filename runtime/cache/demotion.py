@@ -37,12 +37,14 @@ from statewise.runtime.tiers.transfer import Transfer
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 PAGES_PER_TICK = 64  # looked at between two steps
+PAGES_BESIDE_ROWS = 16  # while rows decode: they wait for it
 MAX_PATHS = 256  # queued; more push out the oldest
 PIN_SHARE = 0.25  # of a pool, for copies that are queued or run
 LOW_SHARE = 0.25  # free blocks below which the oldest paths are copied early
 EARLY_NODES = 16  # looked at for that, each time
 REFUSED_PAUSE_S = 1.0  # after a tier took nothing
 YIELD_PAUSE_S = 0.05  # after blocks were needed
+LOOK_PAUSE_S = 0.1  # after a look ahead that found nothing to copy
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Demotion:
         self._open: set[Transfer] = set()
         self._num_pinned = [0] * len(blocks.pools)
         self._paused_until_s = 0.0
+        self._look_at_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -120,7 +123,7 @@ class Demotion:
             return
         if not self._paths:
             self._look_ahead()
-        left = PAGES_PER_TICK
+        left = PAGES_BESIDE_ROWS if self._tiers.engine.decoding else PAGES_PER_TICK
         while self._paths and left > 0:
             path = self._paths[0]
             match = self._tree.match(path.namespace, path.key)
@@ -133,8 +136,11 @@ class Demotion:
                 self._paths.popleft()
 
     def _look_ahead(self) -> None:
-        """Queue what would be evicted first, where room is getting short."""
-        if all(pool.num_free >= LOW_SHARE * pool.num_blocks for pool in self._pools):
+        """Queue what would be evicted first, where room is getting short, now and then."""
+        now = self._clock.monotonic()
+        if now < self._look_at_s or all(
+            pool.num_free >= LOW_SHARE * pool.num_blocks for pool in self._pools
+        ):
             return
         for node in islice(self._tree.topology.recency, EARLY_NODES):
             for group in self._tree.topology.paged:
@@ -146,6 +152,7 @@ class Demotion:
                     self.note(namespace, key)
                     if not namespace.exact:
                         return
+        self._look_at_s = now + LOOK_PAUSE_S
 
     # ---------------------------------------------------------------- copying
 

@@ -159,7 +159,7 @@ class EngineOptions:
     max_queued_bytes: int = 256 << 20  # of demotions
     demote_bytes_per_s: float = 0.0  # 0: unbounded
     step_bytes: int = 4 << 20
-    decoding_share: float = 0.03
+    decoding_share: float = 0.02
 
 
 def num_processors() -> int:
