@@ -84,6 +84,7 @@ class Demotion:
         self._num_pinned = [0] * len(blocks.pools)
         self._paused_until_s = 0.0
         self._look_at_s = 0.0
+        self._is_full = False  # what comes next was refused; until a copy has ended
 
     @property
     def is_busy(self) -> bool:
@@ -119,7 +120,7 @@ class Demotion:
 
     def tick(self) -> None:
         """Queue the next copies, a bounded number."""
-        if self._clock.monotonic() < self._paused_until_s:
+        if self._clock.monotonic() < self._paused_until_s or (self._is_full and self._open):
             return
         if not self._paths:
             self._look_ahead()
@@ -129,7 +130,8 @@ class Demotion:
             match = self._tree.match(path.namespace, path.key)
             end = min(path.at + left, match.logical_pages)
             left -= max(end - path.at, 1)
-            if not self._copy(match, path, end):
+            self._is_full = not self._copy(match, path, end)
+            if self._is_full:
                 return
             path.at = end
             if end >= match.logical_pages:
@@ -219,6 +221,7 @@ class Demotion:
 
         def ended(transfer: Transfer) -> None:
             self._open.discard(transfer)
+            self._is_full = False
             self._ended(transfer, pages, generations)
             self._pin(by_group, -1)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from statewise.radix.key import Namespace
@@ -416,7 +416,9 @@ def open_tiers(  # noqa: PLR0913 (parts, each named)
     engine = TransferEngine(settings.engine, clock, notify)
     if not settings.remote_url:
         return Tiers(stores, copier, engine, secret)
-    beside = TransferEngine(settings.engine, clock, notify)
+    options = settings.engine  # a network is waited for more than it costs: no bound beside rows
+    options = replace(options, loads_beside_rows=max(options.num_threads, 1))
+    beside = TransferEngine(options, clock, notify)
     return Tiers(stores, copier, Lanes(engine, beside, clock), secret)
 
 

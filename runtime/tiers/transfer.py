@@ -152,14 +152,16 @@ class Pacer:
 class EngineOptions:
     """How much the engine may do at a time. Bytes, bytes per second.
 
-    `decoding_share` is the part of all processors' time that demotions may take while rows decode.
+    While rows decode, `decoding_share` is the part of all processors' time that demotions may take,
+    and `loads_beside_rows` how many steps of loads run at a time.
     """
 
     num_threads: int = 3  # for loads; 0: steps run in `run_one` and `wait`
     max_queued_bytes: int = 256 << 20  # of demotions
     demote_bytes_per_s: float = 0.0  # 0: unbounded
     step_bytes: int = 4 << 20
-    decoding_share: float = 0.02
+    decoding_share: float = 0.01
+    loads_beside_rows: int = 1
 
 
 def num_processors() -> int:
@@ -193,6 +195,7 @@ class TransferEngine:
         self._rests = Pacer(0.0, clock)  # of demotions, while rows decode
         self._share = options.decoding_share * num_processors()
         self._is_decoding = False
+        self._num_loading = 0  # steps of loads that run
         self._num_draining = 0  # callers that wait for everything
         self._changed = threading.Condition()
         self._loads: Heap = []
@@ -355,7 +358,7 @@ class TransferEngine:
                 taken = None
                 while taken is None:
                     delay = self._delay_s() if demotes else 0.0
-                    taken = None if delay else self._take(heap)
+                    taken = None if delay or self._must_wait(heap) else self._take(heap)
                     if taken is None:
                         if self._is_closing:
                             return
@@ -364,6 +367,11 @@ class TransferEngine:
             self._run(*taken)
             if demotes:
                 self._rests.rest((thread_seconds() - began) * (1.0 / self._share - 1.0))
+
+    def _must_wait(self, heap: Heap) -> bool:
+        """Whether a load would be one too many beside rows that decode."""
+        bound = self.options.loads_beside_rows
+        return self._is_decoding and heap is self._loads and self._num_loading >= bound
 
     def _delay_s(self) -> float:
         """Seconds until the next demotion may go."""
@@ -380,6 +388,7 @@ class TransferEngine:
                 continue
             if transfer.priority is Priority.DEMOTE:
                 self._pacer.spend(transfer.pending[0].size_bytes)
+            self._num_loading += transfer.priority is not Priority.DEMOTE
             if not transfer.started_s:
                 transfer.started_s = self._clock.monotonic()
             transfer.num_running += 1
@@ -402,6 +411,7 @@ class TransferEngine:
             self._set_results(transfer, step, results)
             self._queued_bytes[transfer.priority] -= step.size_bytes
             transfer.num_running -= 1
+            self._num_loading -= transfer.priority is not Priority.DEMOTE
             if not transfer.num_running and not transfer.pending:
                 self._finish(transfer)
             self._changed.notify_all()

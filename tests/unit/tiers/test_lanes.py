@@ -63,3 +63,12 @@ def test_steps_run_by_hand_and_bounds_are_each_lanes_own() -> None:
     assert sum(lanes.run_one() for _ in range(9)) == 4
     assert len(lanes.poll()) == 2
     lanes.close()
+
+
+def test_both_lanes_know_whether_rows_decode() -> None:
+    lanes = lanes_of(0)
+    lanes.decoding = True
+    assert lanes.decoding
+    assert all(engine.decoding for engine in lanes._engines)
+    lanes.decoding = False
+    assert not any(engine.decoding for engine in lanes._engines)

@@ -272,6 +272,26 @@ def test_demotions_rest_while_rows_decode_and_go_on_when_none_do() -> None:
     engine.close()
 
 
+def test_loads_run_one_at_a_time_beside_rows_that_decode(threaded: TransferEngine) -> None:
+    threaded.decoding = True
+    lock, seen = threading.Lock(), []
+
+    def alone() -> None:
+        seen.append(lock.acquire(blocking=False))
+        threading.Event().wait(0.01)
+        lock.release()
+
+    one = transfer(*(step(i, alone) for i in range(6)))
+    threaded.submit(one)
+    assert threaded.wait(one, 30)
+    assert seen == [True] * 6
+    threaded.decoding = False
+    both = threading.Barrier(2, timeout=30)
+    two = transfer(step(0, both.wait), step(1, both.wait))
+    threaded.submit(two)
+    assert threaded.wait(two, 30)
+
+
 def test_poll_is_announced() -> None:
     told = threading.Event()
     engine = TransferEngine(EngineOptions(num_threads=1), SystemClock(), told.set)
