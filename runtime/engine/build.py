@@ -108,7 +108,8 @@ class BuiltRuntime:
             core.use_tiers(tiers, self.slower.shapes)
         if self.args.calibrate:
             sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
-            cost = calibrate(self.worker, self.schema, *sizes, clock)
+            longest = self.limits.max_context_len
+            cost = calibrate(self.worker, self.schema, *sizes, clock, longest=longest)
             if self.slower is not None and tiers is not None:
                 cost = replace(cost, tiers=self.slower.measure(tiers, clock))
             core.use_cost(cost)

@@ -52,9 +52,13 @@ def calibrate(
     chunk: int,
     clock: Clock,
     budget_s: float = BUDGET_S,
+    longest: int = 0,
 ) -> CostModel:
-    """Measure for about `budget_s`, on blocks nobody owns; `chunk` is the tokens of one step."""
-    watch = _Stopwatch(Trials(worker, schema, num_blocks), clock, budget_s)
+    """Measure for about `budget_s`, on blocks nobody owns; `chunk` is the tokens of one step.
+
+    `longest` is the model's context, in tokens; 0: any.
+    """
+    watch = _Stopwatch(Trials(worker, schema, num_blocks, longest), clock, budget_s)
     batches = [b for b in BATCHES if b <= min(chunk, watch.room)] or [1]
     _first_round(watch, batches, schema.num_layers)
     watch.repeat()

@@ -15,9 +15,14 @@ TOKEN_KINDS = 64  # every vocabulary has as many
 
 
 class Trials:
-    """Runs rows of made-up tokens over blocks 0, 1, 2 ... of every pool."""
+    """Runs rows of made-up tokens over blocks 0, 1, 2 ... of every pool.
 
-    def __init__(self, worker: Worker, schema: CacheSchema, num_blocks: tuple[int, ...]) -> None:
+    `longest` is the model's context, in tokens; 0: any.
+    """
+
+    def __init__(
+        self, worker: Worker, schema: CacheSchema, num_blocks: tuple[int, ...], longest: int = 0
+    ) -> None:
         self._worker = worker
         self._schema = schema
         paged = [
@@ -25,7 +30,8 @@ class Trials:
             for count, spec in zip(num_blocks, schema.groups, strict=True)
             if not spec.kind.is_snapshot
         ]
-        self.room = min(paged, default=1 << 20) * schema.page_size  # tokens that fit
+        fits = min(paged, default=1 << 20) * schema.page_size
+        self.room = min(fits, longest or fits)  # tokens
         self.num_pages_used = 0
 
     def run(self, start: int, count: int, num_layers: int = 0, *, decode: bool = False) -> None:

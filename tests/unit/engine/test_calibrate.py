@@ -155,3 +155,12 @@ def test_decoding_teaches_nothing_about_prefills() -> None:
     d = Driver(make_schema("FF", 8, 12), (64,))
     d.serve("one", [1, 2, 3, 4], 30)
     assert d.core.cache.cost.num_observed == 1
+
+
+@pytest.mark.parametrize("longest", [40, 600, 4096])
+def test_no_trial_is_longer_than_the_models_context(longest: int) -> None:
+    """Pools may hold more tokens than one sequence may have."""
+    worker = TimedWorker(1e-5)
+    places = (worker, worker.schema, worker.num_blocks, CHUNK, worker.clock)
+    calibrate(*places, longest=longest)
+    assert 0 < max(start + size for start, size, _ in worker.rows) <= longest
