@@ -132,7 +132,7 @@ class _Scratch:
         rows = self.rows[:count]
         if self._blocks is None:
             return np.stack([layer_digests(row.data, self._num_layers) for row in rows])
-        addresses = np.array([row.whole.ctypes.data for row in rows], dtype=np.uint64)
+        addresses = np.array([row.address for row in rows], dtype=np.uint64)
         return self._blocks.copy(np.arange(count, dtype=np.int32), addresses, to_blocks=True)
 
 
