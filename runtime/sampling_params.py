@@ -104,6 +104,8 @@ def _as_strings(name: str, value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(s, str) for s in items):
         raise _bad(name, value, "a string or a list of strings")
+    if not isinstance(value, str) and "" in items:
+        raise _bad(name, value, "a list of strings that are not empty")
     if len(items) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in items):
         raise _bad(name, value, f"at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
     return tuple(s for s in items if s)

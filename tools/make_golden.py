@@ -10,8 +10,8 @@ can tell a near tie from an error. Needs the development dependencies.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,13 @@ PROMPTS = [
 ]
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Write one golden file for each name."""
-    for name in names:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help="a model, as --model-path takes it"
+    )
+    for name in parser.parse_args().names:
         GOLDEN.mkdir(parents=True, exist_ok=True)
         text = json.dumps(golden(name), ensure_ascii=True, indent=1)
         (GOLDEN / f"{name}.json").write_text(text + "\n")
@@ -143,4 +147,4 @@ def _chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

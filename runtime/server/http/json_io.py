@@ -8,6 +8,7 @@ a bound), so that it gets to read the answer instead of a reset connection.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,13 @@ from statewise.runtime.errors import BodyTimeoutError, BodyTooLargeError, Invali
 T = TypeVar("T")
 
 MAX_DISCARDED_BYTES = 64 << 20
+# An escaped half of a surrogate pair without the other half beside it (an even number of
+# backslashes before it would mean that it is no escape).
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_BEFORE = rb"(?<!\\)(?:\\\\)*"
+LONE_SURROGATE = re.compile(
+    rb"%b(?:%b(?!%b)|(?<!%b)%b)" % (_BEFORE, _HIGH, _LOW, rb"\\u[dD][89abAB]..", _LOW), re.DOTALL
+)
 BODY_TIMEOUT_S = 300.0
 
 
@@ -63,6 +71,14 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+def field_names(body: bytes) -> list[str]:
+    """Names of an object's fields; none where it is no object."""
+    try:
+        return list(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except msgspec.DecodeError:
+        return []
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode a body as `kind`. Raises InvalidRequestError that says where it is wrong."""
     try:
@@ -74,8 +90,15 @@ def decode(body: bytes, kind: type[T]) -> T:
     except RecursionError as error:
         raise InvalidRequestError("request body: nested too deeply") from error
     except msgspec.DecodeError as error:
-        hint = "; NaN and Infinity are not JSON" if b"NaN" in body or b"Infinity" in body else ""
-        raise InvalidRequestError(f"request body: {error}{hint}") from error
+        raise InvalidRequestError(f"request body: {_what_is_wrong(body, error)}") from error
+
+
+def _what_is_wrong(body: bytes, error: msgspec.DecodeError) -> str:
+    """Describe a body that is not JSON; the decoder calls half a surrogate pair truncated."""
+    if LONE_SURROGATE.search(body):
+        return "half of a surrogate pair (\\ud800 to \\udfff) is no character"
+    hint = "; NaN and Infinity are not JSON" if b"NaN" in body or b"Infinity" in body else ""
+    return f"{error}{hint}"
 
 
 async def read_json(request: Request, kind: type[T], limit_bytes: int) -> T:

@@ -1,12 +1,14 @@
 """POST /generate: the native API (docs/api.md).
 
 Exactly one of `text` and `input_ids`; a list of either is a batch and is answered with a list.
-Unknown fields are accepted, as clients written for other servers send them; unknown sampling
-parameters are not, since ignoring one would change the answer.
+Unknown fields are accepted, as clients written for other servers send them. Those that would have
+changed the answer are not: unknown sampling parameters, sampling parameters beside
+`sampling_params`, and names that are nearly a field's.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -21,11 +23,13 @@ from statewise.runtime.messages import GenerateRequest, LogprobOptions
 from statewise.runtime.sampling_params import SamplingParams, normalized
 from statewise.runtime.server import requests as checks
 from statewise.runtime.server.http.collect import run_all, run_stream
-from statewise.runtime.server.http.json_io import JsonResponse, read_json
+from statewise.runtime.server.http.json_io import JsonResponse, decode, field_names, read_body
 from statewise.runtime.server.http.sse import Events, SseResponse, unless_gone
 from statewise.runtime.server.service import Service
 
 T = TypeVar("T")
+SAMPLING_FIELDS = SamplingParams.__struct_fields__
+NEARLY = 0.85  # of a field's name: a slip, and not another server's field
 
 
 class GenerateBody(msgspec.Struct):
@@ -54,7 +58,9 @@ class GenerateBody(msgspec.Struct):
 async def generate(request: Request) -> Response:
     """Answer POST /generate."""
     service: Service = request.app.state.service
-    body = await read_json(request, GenerateBody, service.args.max_body_bytes)
+    data = await read_body(request, service.args.max_body_bytes)
+    check_names(field_names(data))
+    body = decode(data, GenerateBody)
     prompts, is_batch = parse(body, service)
     requests = checks.fan_out(prompts)
     if body.stream:
@@ -77,6 +83,19 @@ async def _events(
 
 
 # ----------------------------------------------------------------- reading the body
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse fields that mean something elsewhere; others that are unknown mean nothing here."""
+    known = GenerateBody.__struct_fields__
+    for name in names:
+        if name in known:
+            continue
+        if name in SAMPLING_FIELDS:
+            raise InvalidRequestError(f"{name!r} belongs into 'sampling_params'")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=NEARLY)
+        if near:
+            raise InvalidRequestError(f"unknown field {name!r}; did you mean {near[0]!r}?")
 
 
 def parse(body: GenerateBody, service: Service) -> tuple[list[GenerateRequest], bool]:
@@ -151,6 +170,8 @@ def _rids(rid: str | list[str] | None, num: int) -> list[str]:
     if isinstance(rid, str):
         rid = [rid] if num == 1 else [f"{rid}_{i}" for i in range(num)]
     _check_len("rid", len(rid), num)
+    if "" in rid:
+        raise InvalidRequestError("'rid' is empty; leave it out to be given one")
     return [checks.checked_text("rid", one, checks.MAX_RID_CHARS) for one in rid]
 
 

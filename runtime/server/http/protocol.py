@@ -29,6 +29,8 @@ from statewise.runtime.server.http.errors import error_body
 from statewise.runtime.server.http.json_io import encode_json
 
 MAX_HEAD_BYTES = 64 << 10
+LINGER_S = 5.0  # a refused client may go on sending, so that it gets to read why
+MAX_LINGER_BYTES = 64 << 20
 HEAD_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 300.0
 
@@ -40,6 +42,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._is_in_head = False
+        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -73,6 +76,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; a head that grows beyond its bound is refused."""
+        if self._is_refused:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_LINGER_BYTES:
+                self.transport.close()
+            return
         super().data_received(data)
         if self._is_in_head:
             self._head_bytes += len(data)
@@ -94,8 +102,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close, unless an answer is being written: then only close."""
-        if self.transport.is_closing():
+        """Answer and close, unless an answer is being written: then only close.
+
+        What the client still sends is read and dropped for a while: closing amid it would reset the
+        connection, and the answer would be lost.
+        """
+        if self._is_refused or self.transport.is_closing():
             return
         cycle = cast(RequestResponseCycle | None, self.cycle)  # None before the first request
         if cycle is None or cycle.response_complete:
@@ -104,6 +116,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
             )
             self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+            if self.transport.can_write_eof():
+                self._is_refused = True
+                self.transport.write_eof()
+                _cancel(self._head_timer)
+                self._head_timer = self._after(LINGER_S, self.transport.close)
+                return
         self.transport.close()
 
     # ------------------------------------------------------------- the answer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,33 @@ def test_a_server_that_cannot_open_its_inbox_leaves_nothing(
         launch.Server(ServerArgs(model_path="m", port=0), {})
     listeners[0].close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "status"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("def main(prog): raise KeyboardInterrupt", 130),
+    ],
+)
+def test_ctrl_c_while_a_server_starts_leaves_no_traceback(module: str, status: int) -> None:
+    """While modules are imported, and before the loop listens for signals."""
+    program = f"""
+import importlib.abc, importlib.machinery, sys
+
+NAME = "statewise.runtime.server.launch"
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == NAME else None
+
+    def exec_module(self, module):
+        exec({module!r}, module.__dict__)
+
+sys.meta_path.insert(0, Finder())
+from statewise.launch_server import run
+sys.exit(run())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == status
+    assert done.stderr == b""

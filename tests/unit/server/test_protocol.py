@@ -159,3 +159,37 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     with pytest.raises(json_io.BodyTimeoutError, match=r"within 0\.05 s") as caught:
         asyncio.run(read())
     assert (caught.value.code, caught.value.http_status) == ("request_timeout", 408)
+
+
+def test_a_client_that_goes_on_sending_gets_to_read_why_it_was_refused() -> None:
+    """Closing amid what it sends would reset the connection, and the answer would be lost."""
+
+    async def body(port: int, _app: App) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        for i in range(64):
+            writer.write(b"x%d: " % i + b"y" * (64 << 10) + b"\r\n")
+            await writer.drain()
+        data = await reader.read()
+        assert data.startswith(b"HTTP/1.1 431 ")
+        assert data.count(b"HTTP/1.1") == 1
+        writer.close()
+
+    run(body)
+
+
+def test_a_refused_client_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+
+    async def body(port: int, _app: App) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (protocol.MAX_HEAD_BYTES + 1))
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        with pytest.raises(ConnectionError):  # it is gone, though this side never closed
+            while True:
+                writer.write(b"y" * 4096)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    run(body)

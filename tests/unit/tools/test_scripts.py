@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    "script", ["tools/demo.py", "tools/soak.py", "benchmarks/first_figures.py"]
+    "script",
+    ["tools/demo.py", "tools/soak.py", "tools/mutants.py", "benchmarks/first_figures.py"],
 )
 def test_a_script_starts_from_anywhere(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(ROOT / script), "--help"]
