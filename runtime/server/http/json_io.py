@@ -72,10 +72,10 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 def field_names(body: bytes) -> list[str]:
-    """Names of an object's fields; none where it is no object."""
+    """Names of an object's fields; none where it is no object, which `decode` will say."""
     try:
         return list(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
 
 

@@ -1,4 +1,4 @@
-"""Bodies that are not JSON, or not the fields that were meant, are refused, saying what is wrong."""
+"""Bodies that are not JSON, or not the fields that were meant, are refused with the reason."""
 
 from __future__ import annotations
 

@@ -178,6 +178,13 @@ def test_a_client_that_goes_on_sending_gets_to_read_why_it_was_refused() -> None
     run(body)
 
 
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"y" * 4096)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
 def test_a_refused_client_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.05)
 
@@ -186,10 +193,7 @@ def test_a_refused_client_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> No
         writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (protocol.MAX_HEAD_BYTES + 1))
         assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
         with pytest.raises(ConnectionError):  # it is gone, though this side never closed
-            while True:
-                writer.write(b"y" * 4096)
-                await writer.drain()
-                await asyncio.sleep(0.01)
+            await send_for_ever(writer)
         writer.close()
 
     run(body)
