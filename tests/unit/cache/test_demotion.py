@@ -147,6 +147,23 @@ def test_a_full_write_behind_refuses_and_is_asked_again_later() -> None:
     scene.serve("d", PROMPT)
 
 
+def test_what_was_refused_is_not_prepared_anew_before_a_copy_has_ended() -> None:
+    scene = Scene("F", blocks=128, max_queued_bytes=64)
+    scene.add("a", PROMPT, 4)
+    scene.add("b", [1 + i % 7 for i in range(41)], 4)
+    while scene.core.has_work():
+        scene.step()  # no I/O happens
+    scene.core.idle()
+    refused = scene.io.counters["demotions_refused"]
+    assert refused > 0
+    assert scene.io.num_open > 0
+    for _ in range(5):
+        scene.core.idle()
+    assert scene.io.counters["demotions_refused"] == refused
+    scene.settle()
+    assert scene.num_stored("full") > FULL_PAGES + 1
+
+
 def test_a_request_short_of_blocks_calls_copies_off() -> None:
     scene = Scene("F", blocks=14)
     scene.serve("first", PROMPT)
