@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="I/O threads")
+    parser.add_argument("--threads", type=int, default=3, help="of loads")
     args = parser.parse_args()
     size = args.mib << 20
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
