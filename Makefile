@@ -7,6 +7,8 @@
 #   make test | test-fast | check   the whole suite | without slow tests | everything that CI runs
 #                                   (ARGS="-n 0": in one process)
 #   make bench [ARGS="--quick"]     first figures, through the HTTP server
+#   make compiled-tree              the prefix tree's inner modules compiled (optional: quicker)
+#   make test-compiled              the tree's tests on what that made
 #   make venv | clean
 #
 # Installing happens once: each stamp is newer than what it was made from. Serving needs a smaller
@@ -28,11 +30,11 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # An environment that forbids compiled files makes every start, and every test worker, compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv serve demo test test-fast check bench soak clean
+.PHONY: help venv serve demo test test-fast check bench soak compiled-tree test-compiled clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,11s/^#//p' Makefile
+	@sed -n '3,13s/^#//p' Makefile
 
 venv: $(VENV)/.stamp-dev
 
@@ -65,8 +67,17 @@ bench: $(VENV)/.stamp-dev
 soak: $(VENV)/.stamp-dev
 	@exec $(PY) tools/soak.py $(ARGS)
 
+compiled-tree: $(VENV)/.stamp-dev
+	@exec $(PY) tools/compile_tree.py
+
+test-compiled: $(VENV)/.stamp-dev
+	@STATEWISE_COMPILED=1 exec $(PY) -m pytest $(WORKERS) $(ARGS) tests/unit/radix \
+	    tests/property/test_radix_tree.py tests/property/test_intersection.py \
+	    tests/property/test_recovery.py tests/test_faults_cache.py tests/sim
+
 clean:
 	rm -rf $(VENV) build dist results .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf radix/_compiled
 	rm -rf src/*.egg-info kernels/_native.*
 	find radix runtime kernels frontend src tests tools benchmarks -name __pycache__ -prune \
 	    -exec rm -rf {} +

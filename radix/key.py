@@ -65,7 +65,7 @@ class TokenKey:
         """Wrap int32 little-endian bytes without copying; ValueError on a partial token."""
         if len(data) % TOKEN_BYTES:
             raise ValueError(f"{len(data)} bytes are no whole number of int32 tokens")
-        key = cls.__new__(cls)
+        key = cls(())
         key.data = data
         key.num_tokens = len(data) // TOKEN_BYTES
         return key

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from statewise import compiled
+
 if TYPE_CHECKING:
     from statewise.frontend import (
         BackendError,
@@ -95,6 +97,8 @@ _HOMES = {
     "RpcClient": "statewise.frontend.rpc_client",
 }
 _FOLDERS = ("frontend", "kernels", "radix", "runtime")
+
+compiled.use()
 
 
 def __getattr__(name: str) -> Any:
