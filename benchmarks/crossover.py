@@ -1,0 +1,311 @@
+"""Where loading a prefix from a slow disk begins to beat computing it: measured, and as planned.
+
+The cache's directory is read as from a slow medium: every read of its files really happens, and
+then waits as a medium of the given bandwidth and latency would make it (the only thing made up
+here). Prompts of several lengths are stored there. Each is then served again and again, in turn,
+once by loading it and once by computing it, whatever the planner would do: two curves, and the
+length at which they cross. Beside them the planner's own two curves, under the rates that it
+measured at start and learned from these very runs, and what it would choose at every length.
+
+All or nothing: computing from the front while the rest is loaded is left out, since with it there
+is no crossover. Greedy; a first token that differs ends the run.
+
+    usage: python benchmarks/crossover.py [--model NAME] [--lengths 512,1024,2048,4096]
+               [--mb-per-s N] [--rounds 3] [--json FILE]
+
+Without --mb-per-s the medium is as fast as makes the curves cross near the middle length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import statewise.runtime.cache.tiering as tiering
+from statewise.radix import Budget, CacheSchema, CostModel, Match, RecoveryPlan, Tier, Verdict, plan
+from statewise.runtime.clock import SystemClock
+from statewise.runtime.config import checked
+from statewise.runtime.engine.build import BuiltRuntime, build_runtime
+from statewise.runtime.engine.core import EngineCore
+from statewise.runtime.messages import CacheOptions, TokenizedRequest, pack_ids
+from statewise.runtime.sampling_params import SamplingParams
+from statewise.runtime.tiers.buffers import Bytes
+from statewise.runtime.tiers.files import Files
+
+LATENCY_S = 0.002
+MB = 1e6
+REAL_READ = Files.read
+
+
+class Medium:
+    """A bandwidth and a latency for every read of a file, however many threads read."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = float("inf")
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def read(self, files: Files, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        """Read, and wait until a medium of this kind would have done so."""
+        began = time.monotonic()
+        count = REAL_READ(files, fd, buffers, offset)
+        with self._lock:
+            self._free_at = max(self._free_at, began) + count / self.bytes_per_s
+            ready = self._free_at + LATENCY_S
+        time.sleep(max(ready - time.monotonic(), 0.0))
+        return count
+
+
+@dataclass
+class Chooser:
+    """Stands before the planner of loads: its own choice, always to load, or never."""
+
+    mode: str = "own"
+    made: RecoveryPlan | None = None  # the plan with loads, as the planner prices it
+
+    def __call__(
+        self,
+        match: Match,
+        verdicts: Iterable[Verdict],
+        schema: CacheSchema,
+        cost: CostModel,
+        budget: Budget,
+    ) -> RecoveryPlan:
+        """Plan as `statewise.radix.plan`."""
+        asked = replace(budget, front=False, load=self.mode != "compute")
+        if self.mode != "load":
+            return plan(match, verdicts, schema, cost, asked)
+        # Computing is priced out of question, the plan's price is then the true one.
+        slow = tuple(tuple(rate * 1e-6 for rate in row) for row in cost.tokens_per_s)
+        made = plan(match, verdicts, schema, replace(cost, tokens_per_s=slow), asked)
+        loads: dict[Tier, float] = {
+            tier: float(
+                sum(
+                    load.num_pages * schema.groups[load.group].block_bytes(schema.page_size)
+                    for load in made.loads
+                    if load.tier is tier
+                )
+            )
+            for tier in Tier
+            if tier is not Tier.DEVICE
+        }
+        seconds = cost.load_s(loads) + cost.prefill_s(made.position, budget.prompt_len)
+        self.made = replace(made, total_s=seconds)
+        return replace(made, total_s=0.0)
+
+
+@dataclass
+class Length:
+    """What was seen at one length."""
+
+    tokens: int
+    prompt: list[int]
+    token: int = -1
+    loading: list[float] = field(default_factory=list)
+    computing: list[float] = field(default_factory=list)
+    stored_bytes: float = 0.0
+
+
+class Bench:
+    """One engine over one directory."""
+
+    def __init__(self, model: str, directory: Path, lengths: list[int]) -> None:
+        self.medium, self.chooser = Medium(), Chooser()
+        Files.read = lambda *args: self.medium.read(*args)  # type: ignore[method-assign]
+        tiering.plan = self.chooser  # type: ignore[attr-defined]
+        self.settings = {
+            "model_path": model, "skip_tokenizer_init": True, "disk_cache_dir": str(directory),
+            "disk_cache_gb": 4.0, "max_total_tokens": 2 * max(lengths) + 4096,
+        }  # fmt: skip
+        self.core: EngineCore = self._built().core(SystemClock())
+        rng = np.random.default_rng(0)
+        self.lengths = [Length(n, rng.integers(5, 30_000, n).tolist()) for n in lengths]
+        self._num = 0
+
+    def _built(self) -> BuiltRuntime:
+        return build_runtime(checked(self.settings))
+
+    def restart(self) -> None:
+        """Close and start again over the same directory: rates are measured anew."""
+        self.core.close(10.0)
+        self.core = self._built().core(SystemClock())
+
+    def serve(self, length: Length, mode: str) -> float:
+        """Seconds to the first token, the device being empty."""
+        self.chooser.mode = mode
+        self.core.cache.free_all()
+        self._num += 1
+        params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        began = time.perf_counter()
+        self.core.add_request(
+            TokenizedRequest(f"r{self._num}", pack_ids(length.prompt), params, stream=True)
+        )
+        while self.core.has_work():
+            for delta in self.core.step():
+                if delta.finish is not None:
+                    seconds = time.perf_counter() - began
+                    assert length.token in (-1, delta.token_ids[0]), "first tokens differ"
+                    assert delta.report is not None
+                    assert bool(delta.report.loaded) == (mode == "load"), delta.report
+                    length.token = delta.token_ids[0]
+                    self._settle()
+                    return seconds
+        raise AssertionError("it never ended")
+
+    def _settle(self) -> None:
+        """Let all copies end."""
+        while self.core.idle():
+            assert self.core.cache.tiering is not None
+            self.core.cache.tiering.tiers.engine.drain(10.0)
+
+    def planned(self, length: Length) -> dict[str, Any]:
+        """The planner's two estimates, and its choice."""
+        self.core.cache.free_all()
+        ids = np.array(length.prompt, dtype=np.int32)
+        cost = self.core.cache.cost.model
+        chosen = {}
+        for mode in ("load", "own"):
+            self.chooser.mode = mode
+            chosen[mode] = self.core.cache.lookup(CacheOptions(), ids, len(ids) - 1).offer
+        assert self.chooser.made is not None
+        length.stored_bytes = sum(
+            load.num_pages * cost_bytes(self.core.schema, load.group)
+            for load in self.chooser.made.loads
+        )
+        return {
+            "tokens": length.tokens,
+            "computing_s": cost.prefill_s(0, length.tokens),
+            "loading_s": self.chooser.made.total_s,
+            "loads": chosen["own"] is not None,
+        }
+
+
+def cost_bytes(schema: CacheSchema, group: int) -> int:
+    """Bytes of one block."""
+    return schema.groups[group].block_bytes(schema.page_size)
+
+
+def crossing(lengths: list[int], loading: list[float], computing: list[float]) -> float | None:
+    """Length at which loading becomes the cheaper one; None where the curves do not cross.
+
+    Between two lengths the ratio is taken for a power of the length.
+    """
+    x = np.log(np.array(lengths, dtype=np.float64))
+    y = np.log(np.array(loading) / np.array(computing))
+    for i in range(len(x) - 1):
+        if y[i] > 0 >= y[i + 1]:
+            return float(np.exp(x[i] + (x[i + 1] - x[i]) * y[i] / (y[i] - y[i + 1])))
+    return None
+
+
+def choose_medium(bench: Bench, middle: Length) -> float:
+    """Bandwidth at which loading the middle length takes as long as computing it."""
+    computing = min(bench.serve(middle, "compute") for _ in range(3))
+    bench.planned(middle)
+    return middle.stored_bytes / computing
+
+
+def estimates(bench: Bench) -> dict[str, Any]:
+    """What the planner thinks now, and where its curves cross."""
+    rows = [bench.planned(length) for length in bench.lengths]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    where = crossing(columns["tokens"], columns["loading_s"], columns["computing_s"])
+    return {"rows": rows, "crossing": where}
+
+
+def measure(bench: Bench, rounds: int, mb_per_s: float) -> dict[str, Any]:
+    """Both curves, and the planner's at start and in the end."""
+    for length in bench.lengths:
+        bench.serve(length, "compute")
+    middle = bench.lengths[len(bench.lengths) // 2]
+    bench.medium.bytes_per_s = mb_per_s * MB if mb_per_s else choose_medium(bench, middle)
+    bench.restart()
+    report: dict[str, Any] = {
+        "mb_per_s": bench.medium.bytes_per_s / MB,
+        "planner_at_start": estimates(bench),
+    }
+    for _ in range(rounds):
+        for length in bench.lengths:
+            length.computing.append(bench.serve(length, "compute"))
+            length.loading.append(bench.serve(length, "load"))
+    report["planner"] = estimates(bench)
+    report["measured"] = [
+        {
+            "tokens": length.tokens,
+            "mb": length.stored_bytes / MB,
+            "computing_s": statistics.median(length.computing),
+            "loading_s": statistics.median(length.loading),
+        }
+        for length in bench.lengths
+    ]
+    report["crossing"] = crossing(
+        [row["tokens"] for row in report["measured"]],
+        [row["loading_s"] for row in report["measured"]],
+        [row["computing_s"] for row in report["measured"]],
+    )
+    return report
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report as a table."""
+    lines = [
+        f"{report['model']}, a medium of {report['mb_per_s']:.1f} MB/s, load "
+        f"{report['load_average']['before'][0]:.1f} to {report['load_average']['after'][0]:.1f}",
+        f"{'tokens':>7}{'MB':>8}{'loading s':>11}{'planned':>9}{'computing s':>13}{'planned':>9}"
+        f"{'at start':>10}  choice",
+    ]
+    parts = (report["measured"], report["planner"]["rows"], report["planner_at_start"]["rows"])
+    for real, planned, first in zip(*parts, strict=True):
+        lines.append(
+            f"{real['tokens']:>7}{real['mb']:>8.1f}{real['loading_s']:>11.3f}"
+            f"{planned['loading_s']:>9.3f}{real['computing_s']:>13.3f}"
+            f"{planned['computing_s']:>9.3f}{first['computing_s']:>10.3f}"
+            f"  {'load' if planned['loads'] else 'compute'}"
+        )
+    places = {
+        "measured": report["crossing"],
+        "planner": report["planner"]["crossing"],
+        "planner at start": report["planner_at_start"]["crossing"],
+    }
+    found = [f"{name} {'-' if at is None else round(at)}" for name, at in places.items()]
+    return "\n".join([*lines, f"curves cross at: {', '.join(found)} tokens"])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", default="gemma3-270m")
+    parser.add_argument("--lengths", default="512,1024,2048,4096")
+    parser.add_argument("--mb-per-s", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", type=Path, help="on the disk to use")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args()
+    before = os.getloadavg()
+    lengths = [int(word) for word in args.lengths.split(",")]
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        bench = Bench(args.model, Path(folder) / "cache", lengths)
+        report = measure(bench, args.rounds, args.mb_per_s)
+        bench.core.close()
+    report |= {
+        "model": args.model, "cores": os.cpu_count(),
+        "load_average": {"before": before, "after": os.getloadavg()},
+    }  # fmt: skip
+    print(show(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
