@@ -44,6 +44,7 @@ from statewise.runtime.tiers.buffers import Bytes
 from statewise.runtime.tiers.files import Files
 
 LATENCY_S = 0.002
+WAIT_S = 0.001  # between two looks at a load
 MB = 1e6
 REAL_READ = Files.read
 
@@ -124,6 +125,7 @@ class Bench:
         self.medium, self.chooser = Medium(), Chooser()
         Files.read = lambda *args: self.medium.read(*args)  # type: ignore[method-assign]
         tiering.plan = self.chooser  # type: ignore[attr-defined]
+        tiering.MIN_PATIENCE_S = float("inf")  # loads that computing would beat end as well
         self.settings = {
             "model_path": model, "skip_tokenizer_init": True, "disk_cache_dir": str(directory),
             "disk_cache_gb": 4.0, "max_total_tokens": 2 * max(lengths) + 4096,
@@ -152,7 +154,10 @@ class Bench:
             TokenizedRequest(f"r{self._num}", pack_ids(length.prompt), params, stream=True)
         )
         while self.core.has_work():
-            for delta in self.core.step():
+            deltas = self.core.step()
+            if self.core.is_stalled:
+                time.sleep(WAIT_S)
+            for delta in deltas:
                 if delta.finish is not None:
                     seconds = time.perf_counter() - began
                     assert length.token in (-1, delta.token_ids[0]), "first tokens differ"
@@ -239,6 +244,10 @@ def measure(bench: Bench, rounds: int, mb_per_s: float) -> dict[str, Any]:
         for length in bench.lengths:
             length.computing.append(bench.serve(length, "compute"))
             length.loading.append(bench.serve(length, "load"))
+            last = length.computing[-1], length.loading[-1]
+            print(
+                f"  {length.tokens}: computing {last[0]:.2f} s, loading {last[1]:.2f} s", flush=True
+            )
     report["planner"] = estimates(bench)
     report["measured"] = [
         {

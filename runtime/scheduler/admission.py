@@ -28,6 +28,22 @@ class Shortage:
     available: int  # blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """What a request found that did not fit: nothing else can make it fit but a change of these.
+
+    `available` blocks per group before it took its lease; `group` is the short one's index (None:
+    there was no count, blocks ran out), of which the request `held` pages by its lease, `taken` of
+    them from those available. `circumstances`: who runs, and what is being loaded.
+    """
+
+    available: tuple[int, ...]
+    circumstances: object
+    group: int | None = None
+    held: int = 0
+    taken: int = 0
+
+
 class OutputReserve:
     """Share of a request's remaining output for which blocks are reserved at admission."""
 
@@ -139,3 +155,38 @@ class Admission:
             if need > spare:
                 return Shortage(group.name, need, max(spare, 0))
         return None
+
+    def blocked(
+        self,
+        request: Request,
+        shortage: Shortage,
+        available: tuple[tuple[int, ...], tuple[int, ...]],
+        circumstances: object,
+    ) -> Blocked:
+        """Remember a shortage of `request`, its reuse leased; `available` before and after that."""
+        group = self._schema.index_of(shortage.group)
+        before, after = available
+        taken = before[group] - after[group]
+        return Blocked(before, circumstances, group, held(request, group), taken)
+
+    def is_still_short(
+        self,
+        request: Request,
+        running: list[Request],
+        available: tuple[int, ...],
+        circumstances: object,
+    ) -> bool:
+        """Whether what blocked the request blocks it still; its reuse is not leased.
+
+        False is no promise that it fits now.
+        """
+        blocked = request.blocked
+        if blocked is None or not running or blocked.circumstances != circumstances:
+            return False
+        if blocked.group is None:
+            return all(now <= then for now, then in zip(available, blocked.available, strict=True))
+        g, page = blocked.group, self._schema.page_size
+        tokens = self._expected_tokens(request, self.reserve.share)
+        need = group_need(self._schema.groups[g], tokens, self._chunk, page) - blocked.held
+        spare = available[g] - blocked.taken - self.promised(g, running) - self._watermarks[g]
+        return need > spare

@@ -19,6 +19,7 @@ from itertools import islice
 from statewise.radix import StaleMatchError
 from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.prefix_cache import PrefixCache
+from statewise.runtime.cache.promotion import Promotion
 from statewise.runtime.cache.tiering import Tiering
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.request import Request
@@ -42,6 +43,13 @@ class Loading:
     def is_on(self) -> bool:
         """Whether there are slower tiers."""
         return self._cache.tiering is not None
+
+    @property
+    def progress(self) -> frozenset[tuple[Promotion, bool]]:
+        """What is being loaded or was, and holds blocks; differs whenever that changes."""
+        if self._tiering is None:
+            return frozenset()
+        return frozenset((p, p.is_done) for p in self._tiering.promotions.open)
 
     @property
     def _tiering(self) -> Tiering | None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from statewise.runtime.cache.lookup import Lookup
     from statewise.runtime.cache.probe import Probe
     from statewise.runtime.cache.promotion import Promotion
+    from statewise.runtime.scheduler.admission import Blocked
 
 Int32 = NDArray[np.int32]
 
@@ -100,6 +101,7 @@ class Request:
         self.prompt_logprobs_done = not (message.logprob.enabled and message.logprob.start >= 0)
         self.lookup: Lookup | None = None  # memo, valid for one tree version
         self.looked_at = 0  # step of that lookup
+        self.blocked: Blocked | None = None  # by which blocks it was kept waiting last
         self.promotion: Promotion | None = None  # loads under way, or done and kept for it
         self.num_loads = 0  # promotions so far
         self.loaded: dict[int, Tier] = {}  # pages that were copied back for it

@@ -25,7 +25,7 @@ from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.cache.report import told_as_lossy
 from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
-from statewise.runtime.scheduler.admission import Admission
+from statewise.runtime.scheduler.admission import Admission, Blocked
 from statewise.runtime.scheduler.batch import BatchRow, RowKind, ScheduledBatch
 from statewise.runtime.scheduler.inflight import InflightPrefixes
 from statewise.runtime.scheduler.loading import Loading
@@ -75,6 +75,7 @@ class Scheduler:
         self.events = cache.events
         self._all_groups = (1 << schema.num_groups) - 1
         self._step_id = 0
+        self._turnover = 0  # requests that have begun or ceased to run
 
     @property
     def granularity(self) -> int:
@@ -96,6 +97,7 @@ class Scheduler:
         self.waiting.pop(request.rid, None)
         if request in self.running:
             self.running.remove(request)
+            self._turnover += 1
         self.loading.release(request)
         if request.sequence is not None:
             self._end_sequence(request, keep_state=keep_state)
@@ -124,6 +126,7 @@ class Scheduler:
             victim.prompt_logprobs.clear()
         victim.become(RequestStatus.WAITING)
         self.running.remove(victim)
+        self._turnover += 1
         self.waiting[victim.rid] = victim
         self.num_preemptions += 1
         if keep_state:
@@ -356,9 +359,23 @@ class Scheduler:
     def _glance(self, request: Request) -> Lookup:
         """What was offered lately, looked up once in a while: not to be used as it is."""
         known = request.lookup
-        if known is None or self._step_id - request.looked_at >= LOOK_EVERY:
+        is_old = self._step_id - request.looked_at >= LOOK_EVERY
+        if known is None or (is_old and not self._is_still_blocked(request)):
             known = self._lookup(request)
         return known
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether nothing has changed that could let a request run which lacked blocks.
+
+        Then it need not be looked up, planned and leased again, however much the tree has changed.
+        """
+        return self.admission.is_still_short(
+            request, self.running, self.cache.available(), self._circumstances
+        )
+
+    @property
+    def _circumstances(self) -> object:
+        return self._turnover, self.loading.progress
 
     def _lookup(self, request: Request, *, at_use: bool = False) -> Lookup:
         """What the tree offers the request now; repeated only when the tree has changed.
@@ -387,6 +404,9 @@ class Scheduler:
         inflight: InflightPrefixes,
     ) -> int:
         """Admit `request` with its first chunk; returns its tokens, 0 if it waits on."""
+        if self._is_known_to_wait(request, rows, inflight):
+            return 0
+        request.blocked = None
         if not self._is_due(request, rows, inflight) or not self._begin(request):
             return 0
         request.become(RequestStatus.RUNNING)
@@ -400,8 +420,10 @@ class Scheduler:
             request.become(RequestStatus.WAITING)
             self.waiting[request.rid] = request
             self._give_up(request)
+            request.blocked = Blocked(self.cache.available(), self._circumstances)
             self._lacks_blocks(request, "no room for its next chunk")
             return 0
+        self._turnover += 1
         request.blocked_reason = request.delayed_by = ""
         request.prefill_target = request.num_tokens
         self.loading.admitted(request)
@@ -411,6 +433,23 @@ class Scheduler:
         self.newly_admitted.append(request)
         inflight.add(request)
         return used
+
+    def _is_known_to_wait(
+        self, request: Request, rows: dict[str, BatchRow], inflight: InflightPrefixes
+    ) -> bool:
+        """Whether what it waits for is still to come, by what it was offered last.
+
+        Another request that is computing its prefix has not come to the end of what they share; or
+        blocks are as short as they were.
+        """
+        known = request.lookup
+        if known is None:
+            return False
+        if request.delayed_by == "prefix" and request.promotion is None:
+            return self._waits_for_prefix(request, known, rows, inflight)
+        if self._provider(request, known, inflight) is not None:
+            return False
+        return request.delayed_by == "blocks" and self._is_still_blocked(request)
 
     def _is_due(
         self, request: Request, rows: dict[str, BatchRow], inflight: InflightPrefixes
@@ -427,9 +466,11 @@ class Scheduler:
     def _begin(self, request: Request) -> bool:
         """Lease what it reuses, and count its blocks; False, and nothing is held, if it waits."""
         lookup = self._lookup(request, at_use=True)
+        before = self.cache.available()
         try:
             request.sequence = self.cache.begin(lookup, len(request.tokens))
         except OutOfBlocksError as error:
+            request.blocked = Blocked(before, self._circumstances)
             self._lacks_blocks(request, str(error), error.group)
             return False
         except StaleMatchError:
@@ -440,8 +481,12 @@ class Scheduler:
         if request.replays:
             request.replay_at = request.replays[0].start
             self.cache.enter_replay(request.sequence, request.replays[0])
-        shortage = self.admission.shortage(request, self.running, self.cache.available())
+        after = self.cache.available()
+        shortage = self.admission.shortage(request, self.running, after)
         if shortage is not None:
+            request.blocked = self.admission.blocked(
+                request, shortage, (before, after), self._circumstances
+            )
             self._give_up(request)
             spare = f"{shortage.available} to spare, {shortage.needed} needed"
             why = f"group {shortage.group!r} has {spare}"
@@ -451,6 +496,13 @@ class Scheduler:
         self._mark_checkpoints(request, lookup.branch_position)
         return True
 
+    def _provider(
+        self, request: Request, lookup: Lookup, inflight: InflightPrefixes
+    ) -> tuple[Request, int] | None:
+        """Who is computing more of the prompt than was found, and up to where."""
+        shares = self.cache.enabled and not self.config.deterministic
+        return inflight.provider_of(request, lookup.promised_position) if shares else None
+
     def _waits_for_prefix(
         self,
         request: Request,
@@ -459,8 +511,7 @@ class Scheduler:
         inflight: InflightPrefixes,
     ) -> bool:
         """Whether a running prefill will publish more of the prompt than the tree has now."""
-        shares = self.cache.enabled and not self.config.deterministic
-        provider = inflight.provider_of(request, lookup.promised_position) if shares else None
+        provider = self._provider(request, lookup, inflight)
         if provider is None:
             return False
         other, shared = provider
