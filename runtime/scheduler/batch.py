@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.sampling_params import SamplingParams
+from statewise.runtime.scheduler.seen import SeenTokens
 
 Int32 = NDArray[np.int32]
 
@@ -56,6 +57,7 @@ class SampleSpec:
     draw_index: int
     prompt_ids: Int32
     output_ids: Sequence[int]
+    seen: SeenTokens | None = None  # of both, where a penalty asks; None: found out anew
     forbidden_ids: tuple[int, ...] = ()  # EOS and stop ids while below min_new_tokens
     top_logprobs: int = 0
     return_logprob: bool = False

@@ -28,6 +28,7 @@ from statewise.runtime.messages import (
     Usage,
     unpack_ids,
 )
+from statewise.runtime.scheduler.seen import SeenTokens
 
 if TYPE_CHECKING:
     from statewise.radix.segment import Tier
@@ -88,6 +89,7 @@ class Request:
         self.num_tokens = self.prompt_len  # known tokens: prompt and output
         self.num_computed = 0  # tokens whose state is in blocks
         self.output_ids: list[int] = []
+        self._seen: SeenTokens | None = None
         self.replays: list[Replay] = []  # run before anything else, in order
         self.replay_at = 0  # next position of the first replay
         self.direct_only = False  # a recovery did not get its blocks: no replays any more
@@ -116,6 +118,12 @@ class Request:
         self.num_sent = 0  # output tokens already sent
         self.announced = False  # a delta has been sent
         self.last_token_at = -1.0
+
+    def seen_tokens(self) -> SeenTokens:
+        """The tokens it has seen, for penalties; one object, made when first asked for."""
+        if self._seen is None:
+            self._seen = SeenTokens(self.tokens[: self.prompt_len])
+        return self._seen
 
     def become(self, status: RequestStatus) -> None:
         """Change status along `TRANSITIONS`."""

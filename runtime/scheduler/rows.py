@@ -25,6 +25,7 @@ def sample_spec(request: Request, eos_ids: frozenset[int]) -> SampleSpec:
         draw_index=len(request.output_ids),
         prompt_ids=request.tokens[: request.prompt_len],
         output_ids=request.output_ids,
+        seen=request.seen_tokens() if params.repetition_penalty != 1.0 else None,
         forbidden_ids=forbidden,
         top_logprobs=logprob.top if logprob.enabled else 0,
         return_logprob=logprob.enabled,

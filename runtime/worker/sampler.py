@@ -76,8 +76,11 @@ def _penalize(row: Tensor, spec: SampleSpec) -> None:
     params = spec.params
     output = np.asarray(spec.output_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(np.concatenate([spec.prompt_ids, output])))
-        seen = seen.to(torch.int64)
+        if spec.seen is not None:
+            seen = torch.from_numpy(spec.seen.ids(spec.output_ids))
+        else:
+            seen = torch.from_numpy(np.unique(np.concatenate([spec.prompt_ids, output])))
+            seen = seen.to(torch.int64)
         values, r = row[seen], params.repetition_penalty
         row[seen] = torch.where(values > 0, values / r, values * r)
     if len(output) and (params.frequency_penalty or params.presence_penalty):
