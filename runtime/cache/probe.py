@@ -228,6 +228,7 @@ class Probes:
         self._state, self._tiers, self._clock = state, tiers, clock
         self._open: set[Probe] = set()
         self._queued: deque[Probe] = deque()
+        self._is_starting = False
         self.probes = Labelled(
             "Prompts that the remote store was asked about, by what came of it.", "outcome"
         )
@@ -245,11 +246,15 @@ class Probes:
         return None if probe.is_done else probe
 
     def _start_next(self) -> None:
+        if self._is_starting:
+            return  # one that had nothing to ask has ended at once: the loop goes on with the next
+        self._is_starting = True
         while self._queued and len(self._open) < MAX_OPEN:
             probe = self._queued.popleft()
             if not probe.is_done:
                 self._open.add(probe)
                 self._go_on(probe, None)
+        self._is_starting = False
 
     def _go_on(self, probe: Probe, answers: list[bool] | None) -> None:
         """Send the answers in, and the next questions out."""
@@ -294,6 +299,7 @@ class Probes:
 
     def abandon_all(self) -> None:
         """Nothing that is being asked is wanted any more."""
+        unasked = list(self._queued)
         self._queued.clear()
-        for probe in list(self._open):
+        for probe in (*unasked, *self._open):
             self.give_up(probe)

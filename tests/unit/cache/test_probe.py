@@ -185,6 +185,23 @@ def test_no_more_than_a_few_prompts_are_asked_about_at_a_time() -> None:
     assert all(probe is not None and probe.is_done for probe in begun), "absence came for the rest"
 
 
+def test_a_thousand_prompts_can_wait_for_one_answer() -> None:
+    """All of them begin alike, and with the first answer none has anything left to ask."""
+    world = World("F")
+    begun = [world.begin() for _ in range(1000)]
+    world.reader.engine.drain()
+    world.reader.poll()
+    assert all(probe is not None and probe.is_done for probe in begun)
+
+
+def test_what_is_abandoned_has_ended_also_where_it_had_not_begun() -> None:
+    """A flush, or other weights: nobody waits for an answer that will never come."""
+    world = World("F")
+    begun = [world.begin() for _ in range(MAX_OPEN + 3)]
+    world.probes.abandon_all()
+    assert all(probe is not None and probe.is_done for probe in begun)
+
+
 def test_who_waits_does_not_wait_for_ever() -> None:
     world = World("F")
     for _ in range(4):
