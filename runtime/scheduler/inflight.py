@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from statewise.radix import Namespace
 from statewise.runtime.scheduler.request import Request
 
 
@@ -23,17 +24,22 @@ def common_prefix_len(a: Request, b: Request) -> int:
 
 
 class InflightPrefixes:
-    """Running prefills by (salt, adapter, first page)."""
+    """Running prefills by whose state they share, and first page."""
 
-    def __init__(self, page_size: int, running: Iterable[Request]) -> None:
+    def __init__(
+        self, page_size: int, running: Iterable[Request], *, exact_apart: bool = False
+    ) -> None:
+        """`exact_apart`: requests that insist on exact state share only with their like."""
         self._page_size = page_size
-        self._by_first_page: dict[tuple[str, str, bytes], list[Request]] = {}
+        self._exact_apart = exact_apart
+        self._by_first_page: dict[tuple[Namespace, bytes], list[Request]] = {}
         for request in running:
             self.add(request)
 
-    def _key(self, request: Request) -> tuple[str, str, bytes]:
+    def _key(self, request: Request) -> tuple[Namespace, bytes]:
         cache = request.message.cache
-        return cache.salt, cache.adapter, request.tokens[: self._page_size].tobytes()
+        whose = Namespace(cache.salt, cache.adapter, cache.exact and self._exact_apart)
+        return whose, request.tokens[: self._page_size].tobytes()
 
     def add(self, request: Request) -> None:
         """Register a running request that is still computing known tokens."""

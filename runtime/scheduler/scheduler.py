@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from statewise.radix import CheckpointPolicy, Prefill, StaleMatchError
+from statewise.radix.lossy import is_lossy
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.prefix_cache import PrefixCache
@@ -333,7 +334,8 @@ class Scheduler:
 
     def _add_admissions(self, rows: dict[str, BatchRow], budget: int, now: float) -> None:
         sharing = [r for r in self.running if r.sequence is None or not r.sequence.is_private]
-        inflight = InflightPrefixes(self.schema.page_size, sharing)
+        apart = is_lossy(self.schema)
+        inflight = InflightPrefixes(self.schema.page_size, sharing, exact_apart=apart)
         queue = order(
             self.waiting.values(),
             self.config.policy,

@@ -14,12 +14,13 @@ def make(
     arrival: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    exact: bool = False,
 ) -> Request:
     message = TokenizedRequest(
         rid,
         pack_ids(prompt or [1, 2, 3]),
         SamplingParams(),
-        cache=CacheOptions(salt=salt),
+        cache=CacheOptions(salt=salt, exact=exact),
         priority=priority,
     )
     return Request(message, max_new_tokens=4, seed=0, arrival=arrival)
@@ -73,6 +74,18 @@ def test_a_prefill_in_flight_provides_whole_pages_below_the_reuse_limit() -> Non
 def test_prefixes_of_other_salts_are_not_waited_for() -> None:
     inflight = InflightPrefixes(8, [make("a", [7] * 40)])
     assert inflight.provider_of(make("b", [7] * 40, salt="x"), 0) is None
+
+
+def test_exact_requests_do_not_wait_for_what_they_will_not_be_given() -> None:
+    """Where state may be approximate, they have a tree of their own; elsewhere all share one."""
+    running, waiting = make("a", [7] * 40), make("b", [7] * 40, exact=True)
+    assert InflightPrefixes(8, [running]).provider_of(waiting, 0) == (running, 32)
+    inflight = InflightPrefixes(8, [running], exact_apart=True)
+    assert inflight.provider_of(waiting, 0) is None
+    inflight.add(make("c", [7] * 40, exact=True))
+    provider = inflight.provider_of(waiting, 0)
+    assert provider is not None
+    assert provider[0].rid == "c"
 
 
 def test_a_decoding_request_provides_nothing() -> None:
