@@ -75,6 +75,10 @@ class Catalog:
     def _is_expired(self, handle: int, now: float) -> bool:
         return self._ttl_s > 0 and self._rows[handle].created_s + self._ttl_s < now
 
+    def is_too_old(self, created_s: float) -> bool:
+        """Whether a page made at this time would not be found."""
+        return self._ttl_s > 0 and created_s + self._ttl_s < self._clock.wall()
+
     def row_of(self, handle: int) -> IndexRow | None:
         """Where a page lies now; None where it is gone or expired."""
         now = self._clock.wall()

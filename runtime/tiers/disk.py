@@ -190,6 +190,9 @@ class DiskTier:
             if key in batch.keys or self._catalog.find([key]) != [NO_HANDLE]:
                 self._counters.add("duplicates")
                 continue
+            if self._catalog.is_too_old(record.created_s):
+                self._counters.add("too_old")
+                continue
             shape = self._shapes[record.address.group]
             batch.add(*self.bodies.encode(shape, record, row.data), row)
         if not batch.is_empty:

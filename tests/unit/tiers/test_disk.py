@@ -187,6 +187,20 @@ def test_old_pages_are_not_found_and_collected(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_pages_that_are_too_old_already_are_not_written(tmp_path: Path) -> None:
+    """A host tier's pages do not age: passed on, they would be written again and again."""
+    clock = ManualClock()
+    disk = open_disk(tmp_path / "c", clock=clock, ttl_s=100.0)
+    clock.now += 101
+    assert store_pages(disk, addresses(5)) == [NO_HANDLE] * 5
+    fresh = addresses(2, seed=9)
+    assert NO_HANDLE not in store_pages(disk, fresh, created_s=clock.now)
+    status = disk.status()
+    assert (status.num_pages, status.counters["pages_written"]) == (2, 2)
+    assert status.counters["too_old"] == 5
+    disk.close()
+
+
 def test_freed_pages_are_gone_and_their_room_comes_back(tmp_path: Path) -> None:
     disk = open_disk(tmp_path / "c", extent=64 << 10)
     where = addresses(32)
