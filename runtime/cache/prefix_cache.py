@@ -554,7 +554,7 @@ class PrefixCache:
             running = sum(len(sequence.owned(g)) for sequence in self._live)
             loading = 0
             if self.tiering is not None:
-                loading = sum(len(p.blocks(g)) for p in self.tiering.promotions.open)
+                loading = sum(len(p.blocks(g)) for p in self.tiering.holders)
             out[pool.group] = {
                 "total": pool.num_blocks,
                 "free": pool.num_free,
@@ -576,15 +576,13 @@ class PrefixCache:
 
     def audit(self) -> None:
         """Assert that every block of every pool is in exactly one place."""
-        holders: list[Sequence | Promotion] = [*self._live]
-        if self.tiering is not None:
-            holders += self.tiering.promotions.open
-        self.tree.audit([h.lease for h in holders if h.lease is not None])
+        loads = [] if self.tiering is None else self.tiering.holders
+        leases = [*(s.lease for s in self._live), *(load.lease for load in loads)]
+        self.tree.audit([lease for lease in leases if lease is not None])
         for g, pool in enumerate(self.pools):
             places = [pool.free_blocks(), pool.limbo_blocks(), self.tree.blocks(g)]
             places += [sequence.owned(g) for sequence in self._live]
-            if self.tiering is not None:
-                places += [p.blocks(g) for p in self.tiering.promotions.open]
+            places += [load.blocks(g) for load in loads]
             counts = np.bincount(np.concatenate(places), minlength=pool.num_blocks)
             wrong = np.flatnonzero(counts != 1)
             assert len(wrong) == 0, (

@@ -61,8 +61,8 @@ class Offer:
 
 
 @dataclass(slots=True)
-class _Page:
-    """One page on its way."""
+class Incoming:
+    """One page on its way, and the block it is for."""
 
     group: int
     page: int
@@ -78,7 +78,7 @@ class Promotion:
     match: Match
     lease: Lease | None
     plan: RecoveryPlan
-    pages: list[_Page]
+    pages: list[Incoming]
     waiting_for: set[Transfer] = field(default_factory=set)
     is_done: bool = False
     is_wanted: bool = True
@@ -87,6 +87,13 @@ class Promotion:
     loaded: dict[int, Tier] = field(default_factory=dict)  # pages with loaded state, whence
     rid: str = ""  # of the request that it is for
     faults: list[str] = field(default_factory=list)  # what did not come back, in sentences
+
+    def covers(self, match: Match, position: int) -> bool:
+        """Whether it is of the same prefix as `match`, up to `position` or all that is loaded."""
+        if self.match.namespace != match.namespace:
+            return False
+        shared = common_tokens(self.match.key.data, match.key.data, 0)
+        return shared >= min(position, self.plan.position)
 
     def blocks(self, group: int) -> Int32:
         """Blocks that are the promotion's own."""
@@ -138,11 +145,11 @@ class Promotions:
         except BaseException:
             self._blocks.take_back(self._tree.release(lease), "condemned")
             raise
-        pages = [_Page(g, page, next(taken[g]), key) for g, page, _, _, key in wanted]
+        pages = [Incoming(g, page, next(taken[g]), key) for g, page, _, _, key in wanted]
         promotion = Promotion(match, lease, offer.plan, pages, rid=rid)
         self.open.add(promotion)
         self._told.load_begun(rid, offer.plan)
-        by_tier: dict[Tier, list[tuple[_Page, LoadPage]]] = {}
+        by_tier: dict[Tier, list[tuple[Incoming, LoadPage]]] = {}
         for page, (g, _, tier, handle, key) in zip(pages, wanted, strict=True):
             load = LoadPage(g, page.block, handle, key)
             by_tier.setdefault(tier, []).append((page, load))
@@ -150,10 +157,12 @@ class Promotions:
             self._start(promotion, tier, loads)
         return promotion
 
-    def _start(self, promotion: Promotion, tier: Tier, loads: list[tuple[_Page, LoadPage]]) -> None:
+    def _start(
+        self, promotion: Promotion, tier: Tier, loads: list[tuple[Incoming, LoadPage]]
+    ) -> None:
         def ended(transfer: Transfer) -> None:
             promotion.waiting_for.discard(transfer)
-            self._take_results(promotion, transfer, [page for page, _ in loads])
+            self.take_results(promotion, transfer, [page for page, _ in loads])
             if not promotion.waiting_for:
                 self._settle(promotion)
 
@@ -163,19 +172,15 @@ class Promotions:
 
     def is_loading(self, match: Match, position: int) -> bool:
         """Whether state of the same prefix, up to `position` at least, is on its way already."""
-        for promotion in self.open:
-            if promotion.is_done or not promotion.is_wanted:
-                continue
-            if promotion.match.namespace != match.namespace:
-                continue
-            shared = common_tokens(promotion.match.key.data, match.key.data, 0)
-            if shared >= min(position, promotion.plan.position):
-                return True
-        return False
+        return any(
+            promotion.is_wanted and not promotion.is_done and promotion.covers(match, position)
+            for promotion in self.open
+        )
 
     # ---------------------------------------------------------------- copied
 
-    def _take_results(self, promotion: Promotion, transfer: Transfer, pages: list[_Page]) -> None:
+    def take_results(self, promotion: Promotion, transfer: Transfer, pages: list[Incoming]) -> None:
+        """Take note of what became of a transfer's pages."""
         names = [spec.name for spec in self._schema.groups]
         tier = transfer.tier
         for page, result in zip(pages, transfer.results, strict=True):
@@ -192,7 +197,7 @@ class Promotions:
             self.load_seconds.add(tier.name.lower(), value=transfer.seconds)
         self._learn_queue(tier)
 
-    def _device_bytes(self, pages: list[_Page]) -> int:
+    def _device_bytes(self, pages: list[Incoming]) -> int:
         """Bytes of these pages on the device, as plans count them; in a tier they may be fewer."""
         size, groups = self._schema.page_size, self._schema.groups
         return sum(groups[page.group].block_bytes(size) for page in pages)
@@ -222,6 +227,13 @@ class Promotions:
         if not promotion.is_wanted:
             self.release(promotion)
 
+    def hand_over(self, promotion: Promotion) -> None:
+        """Hand pages that were loaded apart, and have arrived, to the tree, under its lease."""
+        promotion.is_done = True
+        self.open.add(promotion)
+        self._put(promotion, self._written())
+        promotion.pages = []
+
     def _put(self, promotion: Promotion, written: Written) -> None:
         """Hand the promotion's blocks to the tree; duplicates and leftovers are freed."""
         lease = promotion.lease
@@ -245,7 +257,7 @@ class Promotions:
         self._put_snapshots(promotion, lease, written)
         self._tree.keep(lease, lease.num_published_pages * self._schema.page_size, "load")
 
-    def _tables(self, pages: list[_Page]) -> list[Int32]:
+    def _tables(self, pages: list[Incoming]) -> list[Int32]:
         """Blocks by group and page, -1 for none."""
         stop = max((page.page + 1 for page in pages), default=0)
         tables = [np.full(stop, -1, dtype=np.int32) for _ in self._schema.groups]

@@ -92,6 +92,19 @@ def told_as_lossy(report: CacheReport, num_tokens: int) -> CacheReport:
     return msgspec.structs.replace(report, lossy=num_tokens, reason=reason)
 
 
+def told_as_met(report: CacheReport, num_tokens: int) -> CacheReport:
+    """Return the report of a request that computed so many tokens while the rest was loaded."""
+    num_tokens = min(num_tokens, report.reused)
+    if num_tokens <= 0:
+        return report
+    return msgspec.structs.replace(
+        report,
+        reused=report.reused - num_tokens,
+        recomputed=report.recomputed + num_tokens,
+        reason=f"{report.reason}; {num_tokens} computed while the rest was loaded",
+    )
+
+
 def _lossy_text(num_tokens: int) -> str:
     return f"; approximate: {num_tokens} rest on lossy copies"
 

@@ -106,6 +106,10 @@ class TierEvents:
                     f"{WORDS[outcome]}{why}"
                 )
 
+    def met(self, rid: str, start: int, position: int, end: int) -> None:
+        """Computing from `start` came to `position`, from where all up to `end` was loaded."""
+        self._events.emit("load_met", rid=rid, start=start, position=position, end=end)
+
     def load_declined(self, rid: str, why: str) -> None:
         """A request runs without state that slower tiers have."""
         self._events.emit("load_declined", rid=rid, why=why)

@@ -2,6 +2,7 @@
 
     ask         what a remote store has of a prompt
     offer       a plan that loads, where loading is estimated to be quicker than computing
+    approach    load from the end while the request computes from the front (`meeting`)
     promote     start it; the request waits in the queue, or for a moment where it is quick
     note        a path is worth a copy
     poll        between two steps: deliver what ended, start the next copies
@@ -32,10 +33,11 @@ from statewise.radix import (
     plan,
 )
 from statewise.radix.overlay import overlay
-from statewise.radix.plan import RecoveryPlan
+from statewise.radix.plan import Recompute, RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.demotion import Demotion
 from statewise.runtime.cache.lookup import Lookup
+from statewise.runtime.cache.meeting import Meeting, Meetings
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.probe import Probe, Probes
 from statewise.runtime.cache.promotion import Offer, Promotion, Promotions
@@ -50,6 +52,7 @@ from statewise.runtime.tiers.transfer import Transfer
 MAX_SYNC_S = 0.01  # loads estimated to be shorter are waited for
 SYNC_PATIENCE = 4.0  # times the estimate; then the request waits in the queue after all
 MIN_PATIENCE_S = 0.1  # for loads, where computing would take less
+MEETING_SHARE = 0.8  # of the next best plan's time, to load and compute at once
 MAX_PREFETCHES = 4  # at a time
 
 
@@ -76,6 +79,8 @@ class Tiering:
         parts = (tree, blocks, tiers, self.stored, self.mirror)
         self.demotion = Demotion(*parts, clock, self.told)
         self.promotions = Promotions(tree, blocks, tiers, self.mirror, written, self.told)
+        self.meetings = Meetings(tree, blocks, tiers, self.promotions, self.told)
+        self.meeting_share = MEETING_SHARE
         self.probes = Probes(self.stored, tiers, clock)
         self._prefetching: set[Transfer] = set()
 
@@ -111,10 +116,26 @@ class Tiering:
         if not findings.stored:
             return None, ""
         asked = replace(budget, load=True, front=False, terminal=False, max_sync_s=MAX_SYNC_S)
-        chosen = plan(overlay(match, findings.stored), verdicts, self._schema, cost.model, asked)
-        if not chosen.loads or chosen.total_s >= device_plan.total_s:
+        state = (overlay(match, findings.stored), verdicts, self._schema, cost.model)
+        chosen = plan(*state, asked)
+        is_quicker = bool(chosen.loads) and chosen.total_s < device_plan.total_s
+        if device_plan.is_exact and (chosen.asynchronous or not is_quicker):
+            both = plan(*state, replace(asked, front=True))
+            best_s = chosen.total_s if is_quicker else device_plan.total_s
+            if both.total_s < self.meeting_share * best_s and self._can_meet(both, cost):
+                return Offer(both, findings), ""
+        if not is_quicker:
             return None, self._declined(findings.stored.num_pages, device_plan, chosen)
         return Offer(chosen, findings), ""
+
+    def _can_meet(self, chosen: RecoveryPlan, cost: CostObserver) -> bool:
+        """Whether a plan computes from the front, a chunk at least, while history is loaded."""
+        if not chosen.concurrent:
+            return False
+        front = next(step for step in chosen.steps if isinstance(step, Recompute))
+        groups = self._schema.groups
+        has_history = any(groups[load.group].kind.is_history for load in chosen.loads)
+        return has_history and front.end - front.start >= cost.model.chunk
 
     def _declined(self, num_pages: int, device: RecoveryPlan, chosen: RecoveryPlan) -> str:
         """Why what was found up to a page is not loaded; empty where it goes no further."""
@@ -148,6 +169,17 @@ class Tiering:
                     break
             self.deliver()
         return promotion
+
+    def approach(self, lookup: Lookup, rid: str = "") -> Meeting:
+        """Load what the lookup offers from its end while the request computes from the front."""
+        assert lookup.match is not None
+        assert lookup.offer is not None
+        return self.meetings.begin(lookup.match, lookup.offer, lookup.position, rid)
+
+    @property
+    def holders(self) -> list[Promotion | Meeting]:
+        """Whoever holds device blocks for loads."""
+        return [*self.promotions.open, *self.meetings.open]
 
     @property
     def can_prefetch(self) -> bool:
@@ -217,6 +249,7 @@ class Tiering:
         """Give up copies that have not begun, and leases that nobody runs on; whether any were."""
         stopped = self.demotion.yield_blocks()
         gave = self.promotions.give_up_leases()
+        gave = self.meetings.abandon_all("no blocks") or gave
         self.deliver()
         return stopped or gave
 
@@ -224,6 +257,7 @@ class Tiering:
         """Other weights: nothing stored under the old ones is found from now on."""
         self.probes.abandon_all()
         self.promotions.abandon_all()
+        self.meetings.abandon_all()
         self.demotion.forget_paths()
         self.tiers.rebind(shapes)
         self.deliver()
@@ -234,6 +268,7 @@ class Tiering:
         """Forget everything that slower tiers hold."""
         self.probes.abandon_all()
         self.promotions.abandon_all()
+        self.meetings.abandon_all()
         self.demotion.forget_paths()
         self.demotion.yield_blocks()
         self.tiers.engine.drain()
@@ -265,6 +300,7 @@ class Tiering:
         """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent."""
         self.probes.abandon_all()
         self.promotions.abandon_all()
+        self.meetings.abandon_all()
         ends_s = self._clock.monotonic() + drain_s
         left_s = drain_s
         while left_s > 0 and self.tiers.engine.drain(left_s):

@@ -271,6 +271,7 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason, *, keep_state: bool) -> None:
         if request.status is RequestStatus.COMPILING and self.grammar is not None:
             self.grammar.cancel(request.rid)
+        self._count(request)
         self.scheduler.remove(request, keep_state=keep_state)
         self._recoveries.abandoned(request.rid)
         request.become(RequestStatus.FINISHED)
@@ -360,8 +361,8 @@ class EngineCore:
             if request.admitted_at < 0:
                 request.admitted_at = started
                 self.counters.queue.add(started - request.arrival)
-                if request.report is not None:
-                    self.counters.admitted(request, request.report)
+            if request.meeting is None:
+                self._count(request)
             if request.lookup is not None:
                 num_loaded = request.report.loaded if request.report is not None else 0
                 self._recoveries.begun(request.rid, request.lookup, started, num_loaded)
@@ -379,6 +380,12 @@ class EngineCore:
         out, self._outbox = self._outbox, []
         self.is_stalled = batch is None and not out
         return out
+
+    def _count(self, request: Request) -> None:
+        """Count what a request's report says, once: when nothing more is loaded for it."""
+        if request.report is not None and not request.is_counted:
+            request.is_counted = True
+            self.counters.admitted(request, request.report)
 
     def _run(self, batch: ScheduledBatch) -> None:
         self.cache.open_epoch(batch.step_id)
@@ -436,6 +443,7 @@ class EngineCore:
         return None
 
     def _time_token(self, request: Request, now: float) -> None:
+        self._count(request)
         if request.first_token_at < 0:
             request.first_token_at = now
             self.counters.ttft.add(now - request.arrival)
@@ -555,7 +563,8 @@ class EngineCore:
         """Counters and histograms with labels, of every part."""
         owners: tuple[object, ...] = (self.counters, self.cache.counters, self.scheduler)
         if self.cache.tiering is not None:
-            owners = (*owners, self.cache.tiering.promotions, self.cache.tiering.probes)
+            tiering = self.cache.tiering
+            owners = (*owners, tiering.promotions, tiering.meetings, tiering.probes)
         labelled = {n: d for owner in owners for n, d in labelled_of(owner).items()}
         return {
             "labelled": labelled | {"state_transitions": self.cache.transitions()},

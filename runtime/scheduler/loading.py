@@ -4,6 +4,7 @@
     load     what the lookup offers is copied back while others run; then the request is looked up
              again, as if nobody had ever loaded anything
     run      the lease that kept it cached goes to the request
+    meet     or: it computes from the front while the rest is loaded from the end (`cache/meeting`)
 
 A load is an offer, never a condition: one that fails, finds no blocks, takes longer than computing
 would, or was tried often enough leaves the request with the plan it had without it.
@@ -69,12 +70,21 @@ class Loading:
             request.promotion, request.num_loads = None, MAX_LOADS  # it took too long
         if self._is_asking(request, lookup, tiering):
             return "load", "the remote store is being asked"
+        if request.meeting is not None:
+            self.meet(request, lookup.position)
+            return None
         if lookup.offer is None or request.num_loads >= MAX_LOADS:
             return None
-        if tiering.promotions.is_loading(lookup.match, lookup.offer.plan.position):
+        position = lookup.offer.plan.position
+        is_coming = tiering.promotions.is_loading(lookup.match, position)
+        if is_coming or tiering.meetings.brings(lookup.match, position):
             return "prefix", "another request's load brings it"
         if tiering.promotions.num_loading >= MAX_LOADING:
             return "load", "others are loading"
+        if lookup.offer.plan.concurrent:
+            request.num_loads += 1
+            request.meeting = tiering.approach(lookup, request.rid)
+            return None
         return self._load(request, lookup, is_alone=is_alone)
 
     def _is_asking(self, request: Request, lookup: Lookup, tiering: Tiering) -> bool:
@@ -102,6 +112,37 @@ class Loading:
         if request.promotion.is_done:
             return None
         return "load", "its state is being copied back"
+
+    # ---------------------------------------------------------------- meeting halfway
+
+    def meet(self, request: Request, position: int) -> bool:
+        """Whether a request has met what is loaded from its end, which is cached and leased then.
+
+        `position` tokens of it are in the tree. It is to be looked up again.
+        """
+        meeting, tiering = request.meeting, self._tiering
+        if meeting is None or tiering is None:
+            return False
+        num_pages = position // self._cache.schema.page_size
+        tiering.meetings.advance(meeting, num_pages)
+        if meeting.is_met(num_pages):
+            request.promotion = tiering.meetings.meet(meeting, request.began_at)
+        if meeting.is_over:
+            request.meeting = None
+        return request.promotion is not None
+
+    def meeting_point(self, request: Request) -> int:
+        """Position from which the request need not compute, as it looks now; 0 for none."""
+        ready = None if request.meeting is None else request.meeting.ready
+        return 0 if ready is None else ready * self._cache.schema.page_size
+
+    def give_up_meeting(self, request: Request) -> None:
+        """It begins anew, or has ended: nothing is loaded from its end any more."""
+        meeting, request.meeting = request.meeting, None
+        if meeting is not None and self._tiering is not None:
+            self._tiering.meetings.give_up(meeting)
+
+    # ---------------------------------------------------------------- the end of a wait
 
     def release(self, request: Request) -> None:
         """It runs, or has ended, or will load anew: what was loaded for it may go."""
@@ -138,7 +179,7 @@ class Loading:
         if tiering is None or not tiering.can_prefetch:
             return
         for request in islice(waiting.values(), PREFETCH_AHEAD):
-            if request.is_prefetched or request.promotion is not None:
+            if request.is_prefetched or request.promotion or request.meeting:
                 continue
             lookup = look(request)
             if lookup.offer is not None and not self._is_asking(request, lookup, tiering):
@@ -157,4 +198,5 @@ class Loading:
         if self._tiering is None:
             return False
         loading = any(not promotion.is_done for promotion in self._tiering.promotions.open)
+        loading = loading or self._tiering.meetings.is_loading
         return loading or any(pool.num_parked for pool in self._cache.pools)

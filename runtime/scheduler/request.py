@@ -33,6 +33,7 @@ from statewise.runtime.scheduler.seen import SeenTokens
 if TYPE_CHECKING:
     from statewise.radix.segment import Tier
     from statewise.runtime.cache.lookup import Lookup
+    from statewise.runtime.cache.meeting import Meeting
     from statewise.runtime.cache.probe import Probe
     from statewise.runtime.cache.promotion import Promotion
     from statewise.runtime.scheduler.admission import Blocked
@@ -105,7 +106,10 @@ class Request:
         self.looked_at = 0  # step of that lookup
         self.blocked: Blocked | None = None  # by which blocks it was kept waiting last
         self.promotion: Promotion | None = None  # loads under way, or done and kept for it
-        self.num_loads = 0  # promotions so far
+        self.meeting: Meeting | None = None  # loads from its end while it computes
+        self.began_at = self.num_apart = 0  # where it began to compute; tokens until it met a load
+        self.is_counted = False  # its report
+        self.num_loads = 0  # promotions and meetings so far
         self.loaded: dict[int, Tier] = {}  # pages that were copied back for it
         self.load_faults: list[str] = []  # what did not come back, in sentences
         self.is_prefetched = False

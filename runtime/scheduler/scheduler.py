@@ -23,7 +23,7 @@ from statewise.radix.lossy import is_lossy
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.prefix_cache import PrefixCache
-from statewise.runtime.cache.report import told_as_lossy
+from statewise.runtime.cache.report import told_as_lossy, told_as_met
 from statewise.runtime.counters import Labelled
 from statewise.runtime.errors import OutOfBlocksError
 from statewise.runtime.scheduler.admission import Admission, Blocked
@@ -100,6 +100,7 @@ class Scheduler:
             self.running.remove(request)
             self._turnover += 1
         self.loading.release(request)
+        self.loading.give_up_meeting(request)
         if request.sequence is not None:
             self._end_sequence(request, keep_state=keep_state)
 
@@ -118,20 +119,37 @@ class Scheduler:
         request.sequence = None
 
     def _preempt(self, victim: Request, *, keep_state: bool = True) -> None:
-        self._end_sequence(victim, keep_state=keep_state)
-        victim.num_computed = 0
-        victim.lookup = None
-        victim.replays.clear()
+        self.loading.give_up_meeting(victim)
+        self._requeue(victim, keep_state=keep_state)
         victim.num_retractions += 1
-        if not victim.prompt_logprobs_done:
-            victim.prompt_logprobs.clear()
-        victim.become(RequestStatus.WAITING)
-        self.running.remove(victim)
-        self._turnover += 1
-        self.waiting[victim.rid] = victim
         self.num_preemptions += 1
         if keep_state:
             self.admission.reserve.preempted()
+
+    def _requeue(self, request: Request, *, keep_state: bool) -> None:
+        self._end_sequence(request, keep_state=keep_state)
+        request.num_computed = 0
+        request.lookup = None
+        request.replays.clear()
+        if not request.prompt_logprobs_done:
+            request.prompt_logprobs.clear()
+        request.become(RequestStatus.WAITING)
+        self.running.remove(request)
+        self._turnover += 1
+        self.waiting[request.rid] = request
+
+    def _meet(self) -> None:
+        """Give back to the queue whoever has come to what was loaded from its end.
+
+        It is looked up again, and finds all of that; what it has computed stays published.
+        """
+        for request in [r for r in self.running if r.meeting is not None and not r.replays]:
+            assert request.sequence is not None
+            position = request.sequence.num_published * self.schema.page_size
+            if self.loading.meet(request, position):
+                request.num_apart += max(position - request.began_at, 0)
+                request.report = None  # which spoke of the plan without loads
+                self._requeue(request, keep_state=False)
 
     def restart_running(self) -> int:
         """Preempt all running requests, forgetting what they computed; returns how many."""
@@ -147,6 +165,7 @@ class Scheduler:
         self.newly_admitted = []
         rows: dict[str, BatchRow] = {}
         self._recall(rows)
+        self._meet()
         budget = self.config.token_budget
         preempted = self.num_preemptions
         decodes = self._add_decodes(rows)
@@ -279,6 +298,8 @@ class Scheduler:
         stops = [c for c in request.checkpoints if start < c < end]
         if stops and self.cache.has_snapshots:
             end = min(stops)
+        if start < (met := self.loading.meeting_point(request)) < end and self.granularity == 1:
+            end = met
         return Span(start, end, self._all_groups, self.config.num_layers)
 
     def _aligned_end(self, stop: int, start: int, limit: int) -> int:
@@ -431,7 +452,8 @@ class Scheduler:
         self.loading.admitted(request)
         if request.report is None:
             assert request.lookup is not None
-            request.report = request.lookup.report(request.loaded, request.load_faults)
+            report = request.lookup.report(request.loaded, request.load_faults)
+            request.report = told_as_met(report, request.num_apart)
         self.newly_admitted.append(request)
         inflight.add(request)
         return used
@@ -494,7 +516,7 @@ class Scheduler:
             why = f"group {shortage.group!r} has {spare}"
             self._lacks_blocks(request, why, shortage.group)
             return False
-        request.num_computed = lookup.position
+        request.num_computed = request.began_at = lookup.position
         self._mark_checkpoints(request, lookup.branch_position)
         return True
 

@@ -7,7 +7,7 @@ of them would hide shows in the others.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.memory.sizing import window_blocks_per_request
@@ -53,6 +53,11 @@ class TierKnobs:
     max_queued_bytes: int
     steps_between: int  # of I/O, at most, between two steps of the engine
     faults: bool
+    remote_pages: int = 0  # of a store that must be asked what it has
+    tokens_per_s: float = 0.0  # of computing, as the planner is made to believe; 0: as it learns
+    batch_bytes: int = 0  # of loads from the end; 0: as many as there are
+    step_s: float = 1e-3  # of I/O
+    settles: bool = False  # what is due is copied out before the device loses it
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,34 @@ def _draw_tiers(rng: random.Random) -> TierKnobs:
         rng.choice([1, 4, 40]),
         rng.random() < 0.5,
     )
+
+
+def meeting_knobs(rng: random.Random) -> Knobs:
+    """A world whose tiers are about as quick as computing: both are done at once."""
+    knobs = draw_knobs(rng)
+    while knobs.schema.page_size > 8 or not any(g.kind.is_history for g in knobs.schema.groups):
+        knobs = draw_knobs(rng)
+    page = knobs.schema.page_size
+    history = [spec.block_bytes(page) for spec in knobs.schema.groups if spec.kind.is_history]
+    tokens_per_s = 100.0
+    rate = max(sum(history), 8) / page * tokens_per_s * rng.choice([0.3, 1.0, 1.0, 3.0])
+    host, disk, remote = rng.choice([(200, 0, 0), (0, 200, 0), (0, 0, 200), (6, 0, 200)])
+    tiers = TierKnobs(
+        host, disk, rate, 1 << 20, rng.choice([2, 4, 8]), rng.random() < 0.5,
+        remote, tokens_per_s, rng.choice([1, 1, 2 * sum(history) + 1, 1 << 20]),
+        rng.choice([1, 4]) * sum(history) / rate, True,
+    )  # fmt: skip
+    settings = {
+        **knobs.settings,
+        "disable_radix_cache": False,
+        "chunked_prefill_size": rng.choice([page, page, 2 * page, 16]),
+        "max_running_requests": rng.choice([1, 3, 8]),
+        "checkpoint_interval": rng.choice([1, 8, 16]),
+    }
+    chunk = int(str(settings["chunked_prefill_size"]))
+    pools = knobs.num_blocks if rng.random() < 0.7 else _draw_pools(rng, knobs.schema, chunk)
+    more = {"num_requests": rng.randrange(8, 20), "num_blocks": pools}
+    return replace(knobs, tiers=tiers, settings=settings, **more)
 
 
 def _draw_pools(rng: random.Random, schema: CacheSchema, chunk: int) -> tuple[int, ...]:

@@ -14,22 +14,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix.cost import TierCost
+from statewise.radix.cost import CostModel, TierCost
 from statewise.radix.schema import CacheSchema
 from statewise.radix.segment import Tier
 from statewise.runtime.engine.core import EngineCore
 from statewise.runtime.tiers.buffers import Row
 from statewise.runtime.tiers.copies import Copier
 from statewise.runtime.tiers.host import HostTier
-from statewise.runtime.tiers.page import GroupShape, shapes_of
-from statewise.runtime.tiers.store import Fetched, Outcome, TierStore
+from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord, shapes_of
+from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import EngineOptions, TransferEngine
 from support.digest_worker import DigestWorker
 from support.sim_knobs import TierKnobs
 from support.sim_world import SimClock
-
-STEP_S = 1e-3
 
 
 class SimBlocks:
@@ -91,6 +89,44 @@ class SimStore(HostTier):
             super().close()
 
 
+class SimRemote(SimStore):
+    """Such a store that must be asked what it has, and may not answer."""
+
+    def __init__(self, shapes: Sequence[GroupShape], pages: int) -> None:
+        super().__init__(Tier.REMOTE, shapes, pages)
+        self.known: set[bytes] = set()
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        found = super().find(keys)
+        return [h if k in self.known else NO_HANDLE for h, k in zip(found, keys, strict=True)]
+
+    def commit(self, pages: Sequence[tuple[PageRecord, Row]]) -> list[int]:
+        handles = super().commit(pages)
+        self.known |= {r.address.key for (r, _), h in zip(pages, handles, strict=True) if h >= 0}
+        return handles
+
+    @property
+    def can_ask(self) -> bool:
+        return True
+
+    def knows_absent(self, key: bytes) -> bool:
+        return False
+
+    def probe(self, addresses: Sequence[PageAddress]) -> list[Outcome]:
+        if self._strikes("no answer", 0.1):
+            return [Outcome.FAILED] * len(addresses)
+        handles = super().find([address.key for address in addresses])
+        there = [handle != NO_HANDLE for handle in handles]
+        self.known |= {a.key for a, is_there in zip(addresses, there, strict=True) if is_there}
+        return [Outcome.OK if is_there else Outcome.MISSING for is_there in there]
+
+    def presume(self, addresses: Sequence[PageAddress]) -> None:
+        self.known |= {address.key for address in addresses}
+
+    def gave_no_answer(self, seconds: float) -> None:
+        self.faults["gave up"] += 1
+
+
 class SimTiers:
     """Makes the tiers of one world, for each engine it starts."""
 
@@ -101,6 +137,7 @@ class SimTiers:
         self.faults: Counter[str] = Counter()
         self.layer_bytes: list[int] = []
         self.disk: SimStore | None = None
+        self.remote: SimRemote | None = None
         self.stores: list[SimStore] = []
         self.engine: TransferEngine | None = None
 
@@ -112,13 +149,18 @@ class SimTiers:
         """Tiers over a new worker; the disk is the old one's."""
         self.layer_bytes = [8 * slots for slots in worker.slots]
         shapes = self.shapes(epoch)
-        stores = []
+        stores: list[SimStore] = []
         if self.knobs.host_pages:
             stores.append(SimStore(Tier.HOST, shapes, self.knobs.host_pages))
         if self.knobs.disk_pages:
             if self.disk is None:
                 self.disk = SimStore(Tier.DISK, shapes, self.knobs.disk_pages)
             stores.append(self.disk)
+        if self.knobs.remote_pages:
+            if self.remote is None:
+                self.remote = SimRemote(shapes, self.knobs.remote_pages)
+            self.remote.known.clear()  # to this process
+            stores.append(self.remote)
         for store in stores:
             store.rng = self.rng if self.knobs.faults else None
             store.faults = self.faults
@@ -132,6 +174,12 @@ class SimTiers:
     def set_cost(self, core: EngineCore) -> None:
         """Make the planner believe in this world's speed."""
         model = core.cache.cost.model
+        if self.knobs.tokens_per_s:
+            rate = self.knobs.tokens_per_s
+            model = CostModel.uniform(model.num_layers, rate, chunk=model.chunk)
+        if self.knobs.batch_bytes and core.cache.tiering is not None:
+            core.cache.tiering.meetings.batch_bytes = self.knobs.batch_bytes
+            core.cache.tiering.meeting_share = 1.0
         cost = TierCost(self.knobs.bytes_per_s)
         core.cache.use_cost(replace(model, tiers=dict.fromkeys(model.tiers, cost)))
 
@@ -145,6 +193,6 @@ class SimTiers:
         for _ in range(self.rng.randint(int(must), max(self.knobs.steps_between, int(must)))):
             if not self.engine.run_one():
                 break
-            self.clock.pass_time(STEP_S)
+            self.clock.pass_time(self.knobs.step_s)
             count += 1
         return count

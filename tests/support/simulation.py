@@ -96,6 +96,8 @@ class Result:
     reused_tokens: int
     repaired_tokens: int
     loaded_tokens: int
+    meetings: dict[str, int]
+    met_tokens: int  # loaded from the end, and not computed
     preemptions: int
     faults: dict[str, int]
     levels: dict[str, int]
@@ -116,6 +118,8 @@ class Simulation:
         self.num_steps = 0
         self.num_restarts = 0
         self.preemptions = 0
+        self.meetings: Counter[str] = Counter()
+        self.met_tokens = 0
         self.tiers: SimTiers | None = None
         self.history: list[list[int]] = [
             [self.rng.randrange(1, VOCAB) for _ in range(self.rng.randrange(1, 70))]
@@ -140,6 +144,8 @@ class Simulation:
             clock=self.clock,
         )
         self._use_tiers()
+        if knobs.tiers is not None and knobs.tiers.tokens_per_s:
+            self.worker.step_s, self.worker.token_s = 1e-3, 1.0 / knobs.tiers.tokens_per_s
         if knobs.hopeful:
             self.core.scheduler.admission.reserve = NoReserve()
         self.faults = Faults(self)
@@ -218,6 +224,7 @@ class Simulation:
         self.journal.add("restart")
         self.num_restarts += 1
         self.preemptions += self.core.scheduler.num_preemptions
+        self._note_meetings()
         for client in self.clients.values():
             if client.finish is None:
                 self._end(client, FinishReason("error", code="worker_died", http_status=503))
@@ -260,6 +267,8 @@ class Simulation:
 
     def _arrive(self, rid: str) -> None:
         rng, operations = self.rng, self.knobs.operations
+        if self.tiers is not None and self.tiers.knobs.tokens_per_s:
+            self.tiers.set_cost(self.core)  # whatever was learnt
         stem = rng.choice(self.history[-6:])
         shared = len(stem) if rng.random() < 0.5 else rng.randrange(1, len(stem) + 1)
         prompt = stem[:shared]
@@ -313,6 +322,10 @@ class Simulation:
             if name in operations and rng.random() < chance:
                 getattr(self, f"_{name}")(rng.choice(open_clients) if open_clients else None)
         if self.knobs.tiers is not None and rng.random() < 0.1:
+            if self.knobs.tiers.settles and self.tiers is not None and self.core.cache.tiering:
+                for _ in range(40):
+                    self.tiers.run_some(must=False)
+                    self.core.cache.tiering.poll()
             self.faults.evict_all("between steps")
         self.faults.between_steps()
         self.history += [
@@ -373,6 +386,14 @@ class Simulation:
         operations = ", ".join(sorted(self.knobs.operations))
         return f"seed {self.seed} ({shape}; {operations}): {law}\n  {events}"
 
+    def _note_meetings(self) -> None:
+        """Count what an engine that ends has loaded from the end of prefixes."""
+        tiering = self.core.cache.tiering
+        if tiering is not None:
+            for labels, count in tiering.meetings.meetings.as_dict()["values"]:
+                self.meetings[labels[0]] += count
+            self.met_tokens += int(tiering.meetings.met_tokens.of(part="loaded"))
+
     def _check_ends(self) -> None:
         for client in self.clients.values():
             finish = client.finish
@@ -409,6 +430,7 @@ class Simulation:
         self.require(self.worker.released == ran, "one end: the worker released other requests")
 
     def _result(self) -> Result:
+        self._note_meetings()
         reports = [c.report for c in self.clients.values() if c.report is not None]
         levels: dict[str, int] = {}
         for report in reports:
@@ -424,6 +446,8 @@ class Simulation:
             reused_tokens=sum(r.reused for r in reports),
             repaired_tokens=sum(r.repaired for r in reports),
             loaded_tokens=sum(r.loaded for r in reports),
+            meetings=dict(sorted(self.meetings.items())),
+            met_tokens=self.met_tokens,
             preemptions=self.preemptions + self.core.scheduler.num_preemptions,
             faults=dict(sorted((self.faults.counts + self._tier_faults()).items())),
             levels=levels,
