@@ -322,17 +322,24 @@ class Simulation:
             if name in operations and rng.random() < chance:
                 getattr(self, f"_{name}")(rng.choice(open_clients) if open_clients else None)
         if self.knobs.tiers is not None and rng.random() < 0.1:
-            if self.knobs.tiers.settles and self.tiers is not None and self.core.cache.tiering:
-                for _ in range(40):
-                    self.tiers.run_some(must=False)
-                    self.core.cache.tiering.poll()
+            if self.knobs.tiers.settles:
+                self._settle()
             self.faults.evict_all("between steps")
+            if self.knobs.tiers.settles:
+                self._arrive(f"e{len(self.clients)}")  # and wants it back
         self.faults.between_steps()
         self.history += [
             c.prompt + c.tokens
             for c in self.clients.values()
             if c.finish is not None and c.tokens and rng.random() < 0.02
         ]
+
+    def _settle(self) -> None:
+        """Much of what is due is copied out."""
+        tiering = self.core.cache.tiering
+        for _ in range(40 if self.tiers is not None and tiering is not None else 0):
+            self.tiers.run_some(must=False)  # type: ignore[union-attr]
+            tiering.poll()  # type: ignore[union-attr]
 
     def _abort(self, client: Client | None) -> None:
         if client is not None:
