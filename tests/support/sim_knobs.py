@@ -152,8 +152,8 @@ def meeting_knobs(rng: random.Random) -> Knobs:
     }
     chunk = int(str(settings["chunked_prefill_size"]))
     pools = knobs.num_blocks if rng.random() < 0.7 else _draw_pools(rng, knobs.schema, chunk)
-    more = {"num_requests": rng.randrange(8, 20), "num_blocks": pools}
-    return replace(knobs, tiers=tiers, settings=settings, **more)
+    count = rng.randrange(8, 20)
+    return replace(knobs, tiers=tiers, settings=settings, num_requests=count, num_blocks=pools)
 
 
 def _draw_pools(rng: random.Random, schema: CacheSchema, chunk: int) -> tuple[int, ...]:
