@@ -52,7 +52,8 @@ from statewise.runtime.scheduler.batch import (
     Worker,
 )
 from statewise.runtime.scheduler.request import Request, RequestStatus
-from statewise.runtime.scheduler.scheduler import Scheduler, SchedulerConfig
+from statewise.runtime.scheduler.scheduler import Scheduler
+from statewise.runtime.scheduler.settings import SchedulerConfig
 from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.tiers import Tiers
 

@@ -19,6 +19,7 @@ from itertools import islice
 
 from statewise.radix import StaleMatchError
 from statewise.runtime.cache.lookup import Lookup
+from statewise.runtime.cache.meeting import Meeting
 from statewise.runtime.cache.prefix_cache import PrefixCache
 from statewise.runtime.cache.promotion import Promotion
 from statewise.runtime.cache.tiering import Tiering
@@ -46,11 +47,12 @@ class Loading:
         return self._cache.tiering is not None
 
     @property
-    def progress(self) -> frozenset[tuple[Promotion, bool]]:
+    def progress(self) -> frozenset[tuple[Promotion | Meeting, bool]]:
         """What is being loaded or was, and holds blocks; differs whenever that changes."""
         if self._tiering is None:
             return frozenset()
-        return frozenset((p, p.is_done) for p in self._tiering.promotions.open)
+        meetings = {(m, m.is_over) for m in self._tiering.meetings.open}
+        return frozenset((p, p.is_done) for p in self._tiering.promotions.open) | meetings
 
     @property
     def _tiering(self) -> Tiering | None:

@@ -108,12 +108,11 @@ class Request:
         self.promotion: Promotion | None = None  # loads under way, or done and kept for it
         self.meeting: Meeting | None = None  # loads from its end while it computes
         self.began_at = self.num_apart = 0  # where it began to compute; tokens until it met a load
-        self.is_counted = False  # its report
         self.num_loads = 0  # promotions and meetings so far
         self.loaded: dict[int, Tier] = {}  # pages that were copied back for it
         self.load_faults: list[str] = []  # what did not come back, in sentences
-        self.is_prefetched = False
-        self.has_asked = False  # a remote store, or found that asking would not help
+        # Its state was fetched ahead; a remote store was asked, or need not be; its report counted.
+        self.is_prefetched = self.has_asked = self.is_counted = False
         self.probe: Probe | None = None  # what it is being asked
         self.checkpoints: set[int] = set()  # positions at which trailing state is kept
         self.blocked_reason = ""

@@ -16,9 +16,7 @@ This module does not touch tensors, sockets or clocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from statewise.radix import CheckpointPolicy, Prefill, StaleMatchError
+from statewise.radix import Prefill, StaleMatchError
 from statewise.radix.lossy import is_lossy
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.cache.lookup import Lookup
@@ -33,26 +31,13 @@ from statewise.runtime.scheduler.loading import Loading
 from statewise.runtime.scheduler.policy import is_aged, order
 from statewise.runtime.scheduler.request import Request, RequestStatus
 from statewise.runtime.scheduler.rows import build_row
+from statewise.runtime.scheduler.settings import SchedulerConfig
 from statewise.runtime.scheduler.spans import Span
 
 # Waiting requests tried past the first that does not fit (unless that one is aged).
 MAX_BYPASS = 4
 # Steps for which the order of waiting requests relies on what each was offered before.
 LOOK_EVERY = 16
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one scheduler."""
-
-    token_budget: int  # tokens of one step
-    max_running: int
-    max_wait_s: float
-    policy: str
-    deterministic: bool
-    eos_ids: frozenset[int]
-    num_layers: int
-    checkpoints: CheckpointPolicy
 
 
 class Scheduler:
@@ -139,12 +124,8 @@ class Scheduler:
         self.waiting[request.rid] = request
 
     def _meet(self) -> None:
-        """Give back to the queue whoever has come to what was loaded from its end.
-
-        It is looked up again, and finds all of that; what it has computed stays published.
-        """
-        for request in [r for r in self.running if r.meeting is not None and not r.replays]:
-            assert request.sequence is not None
+        """Give back to the queue, to be looked up again, whoever has come to what was loaded."""
+        for request in [r for r in self.running if r.meeting and r.sequence and not r.replays]:
             position = request.sequence.num_published * self.schema.page_size
             if self.loading.meet(request, position):
                 request.num_apart += max(position - request.began_at, 0)
