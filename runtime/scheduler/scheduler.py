@@ -125,7 +125,8 @@ class Scheduler:
 
     def _meet(self) -> None:
         """Give back to the queue, to be looked up again, whoever has come to what was loaded."""
-        for request in [r for r in self.running if r.meeting and r.sequence and not r.replays]:
+        for request in [r for r in self.running if r.meeting is not None and not r.replays]:
+            assert request.sequence is not None
             position = request.sequence.num_published * self.schema.page_size
             if self.loading.meet(request, position):
                 request.num_apart += max(position - request.began_at, 0)
