@@ -271,7 +271,7 @@ class Tiering:
         self.meetings.abandon_all()
         self.demotion.forget_paths()
         self.demotion.yield_blocks()
-        self.tiers.engine.drain()
+        self.tiers.call_off()
         self.deliver()
         self.tiers.clear()
         self.mirror.clear()

@@ -332,14 +332,21 @@ class Tiers:
 
         Sizes are the same. Copies that are queued are called off; waits for those that run.
         """
-        for transfer in self.engine.open_transfers():
-            self.engine.cancel(transfer)
-        self.engine.drain()
-        self.poll()
+        self.call_off()
         self._set_shapes(shapes)
         self._copier.rebind(shapes)
         for store in self.stores.values():
             store.rebind(shapes)
+
+    def call_off(self) -> None:
+        """Begin no more copies and wait for those that run, and for what follows from them."""
+        is_open = True
+        while is_open:
+            for transfer in self.engine.open_transfers():
+                self.engine.cancel(transfer)
+            self.engine.drain()
+            self.poll()  # what has arrived in one tier is passed on to the next
+            is_open = self.engine.num_open > 0
 
     def clear(self) -> None:
         """Forget every page; objects of a remote store stay, since others may use them."""

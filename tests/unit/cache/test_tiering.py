@@ -122,6 +122,26 @@ def test_a_flush_forgets_every_copy_and_every_mark(tmp_path: Path) -> None:
     scene.serve("again", PROMPT)
 
 
+@pytest.mark.parametrize("ending", ["flush", "update"])
+def test_no_copy_follows_a_flush_or_an_update(ending: str, tmp_path: Path) -> None:
+    """What has just arrived on the host is not passed on any more: it would be there afterwards."""
+    scene = Scene("F", disk=tmp_path)
+    scene.serve("first", PROMPT)
+    scene.core.idle()
+    while scene.io.run_one():
+        pass
+    assert scene.num_stored("full"), "copied to the host, and the control plane does not know yet"
+    if ending == "flush":
+        scene.tiering.clear()
+    else:
+        scene.epoch += 1
+        scene.core.update_weights("other")
+    assert scene.io.num_open == 0
+    scene.run_io()
+    assert scene.num_stored("full") == scene.num_stored("full", Tier.DISK) == 0
+    scene.quiesce()
+
+
 def test_a_page_dropped_from_one_tier_keeps_its_mark_while_another_has_it(tmp_path: Path) -> None:
     scene = Scene("F", disk=tmp_path)
     scene.keep()
