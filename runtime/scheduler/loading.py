@@ -163,6 +163,8 @@ class Loading:
     def admitted(self, request: Request) -> None:
         """It runs: what was loaded for it is its own, what was not is told."""
         self.release(request)
+        if request.sequence is not None and request.sequence.is_private:
+            self.give_up_meeting(request)  # nothing that it computes is there to be met
         lookup = request.lookup
         if self._tiering is None or lookup is None:
             return

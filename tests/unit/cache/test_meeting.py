@@ -9,7 +9,9 @@ import pytest
 
 from statewise.radix import CostModel
 from statewise.radix.cost import TierCost
+from statewise.runtime.cache.lookup import Lookup
 from statewise.runtime.cache.meeting import Meeting
+from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.messages import CacheReport
 from statewise.runtime.scheduler.request import Request
 from support.tier_scene import PAGE, Scene
@@ -96,6 +98,27 @@ def test_they_meet_wherever_they_are(shape: str, share: float, steps_of_io: floa
     assert scene.core.counters.loaded_tokens == report.loaded, "counted once, at the end"
     assert scene.core.counters.prompt_tokens == 2 * len(LONG)
     assert scene.core.scheduler.num_preemptions == 0
+    end(scene)
+
+
+def test_who_computes_for_itself_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it approximates is not in the tree: others would wait for it until it has ended."""
+    scene = scene_of()
+    begin = scene.cache.begin
+
+    def begin_alone(lookup: Lookup, capacity_tokens: int) -> Sequence:
+        sequence = begin(lookup, capacity_tokens)
+        sequence.is_private = True
+        return sequence
+
+    monkeypatch.setattr(scene.cache, "begin", begin_alone)
+    scene.add("again", LONG, 30)
+    scene.step()
+    assert request_of(scene).sequence is not None
+    assert request_of(scene).meeting is None
+    assert outcomes(scene) == {"cancelled": 1}
+    assert not scene.tiering.meetings.brings(scene.match(LONG), END)
+    go(scene, 1.0)
     end(scene)
 
 
