@@ -47,6 +47,13 @@ TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "f21 copies of what was computed from damaged state stay in the tiers",
+        PREFIX,
+        "            self.tiering.withdraw(match, sequence.began_from)",
+        "            del match",
+        ("tests/unit/tiers/test_withdrawal.py",),
+    ),
+    Mutant(
         "f1 generations are not compared",
         "radix/validation.py",
         'self._fail(moved, Condition.GENERATION, "the block was given away since")',

@@ -40,7 +40,7 @@ from statewise.radix.observe import CostObserver
 from statewise.radix.plan import Level, RecoveryPlan, Replay, Reuse
 from statewise.radix.planner import Budget, plan
 from statewise.radix.schema import CacheSchema, StateGroupSpec
-from statewise.radix.validation import Condition, Verdict
+from statewise.radix.validation import Verdict
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.checksums import BlockChecksums, Digest
 from statewise.runtime.cache.copies import Copies, CopyQueue
@@ -48,6 +48,7 @@ from statewise.runtime.cache.counters import CacheCounters
 from statewise.runtime.cache.lookup import NOTHING, Lookup
 from statewise.runtime.cache.patrol import CachePatrol
 from statewise.runtime.cache.promotion import Promotion
+from statewise.runtime.cache.recall import disowned
 from statewise.runtime.cache.recovery import RecoveryExecutor
 from statewise.runtime.cache.sequence import Sequence, Standing
 from statewise.runtime.cache.snapshots import Snapshots
@@ -519,17 +520,11 @@ class PrefixCache:
         """Forget what a recalled sequence has published: it was computed from state that failed."""
         if sequence.is_private:
             return
-        first, stop = sequence.began_from, sequence.num_published
-        size = self.schema.page_size
-        match = self.tree.match(sequence.namespace, TokenKey(tokens[: stop * size]))
-        verdicts = []
-        for g in range(self.schema.num_groups):
-            if g in sequence.snapshot_groups:
-                made = [s.position for s in match.snapshots if s.position > first * size]
-                verdicts += [Verdict(g, Condition.CHECKSUM, position=p) for p in made]
-            elif first < stop:
-                verdicts.append(Verdict(g, Condition.CHECKSUM, tuple(range(first, stop))))
-        self.validity.discard(match, verdicts, "recall")
+        end = sequence.num_published * self.schema.page_size
+        match = self.tree.match(sequence.namespace, TokenKey(tokens[:end]))
+        self.validity.discard(match, disowned(sequence, match), "recall")
+        if self.tiering is not None:
+            self.tiering.withdraw(match, sequence.began_from)
 
     def flush(self) -> dict[str, int]:
         """Drop every cached page that no lease protects; returns blocks freed per group.

@@ -185,7 +185,8 @@ class Promotions:
         tier = transfer.tier
         for page, result in zip(pages, transfer.results, strict=True):
             assert result is not None, "a transfer that is done has results"
-            page.arrived = result.outcome is Outcome.OK
+            is_good = page.key not in self._tiers.withdrawals
+            page.arrived = is_good and result.outcome is Outcome.OK
             self.loaded_pages.add(tier.name.lower(), names[page.group], result.outcome.value)
             if page.arrived:
                 promotion.loaded.setdefault(page.page, tier)

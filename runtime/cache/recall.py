@@ -15,6 +15,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from statewise.radix import Match
+from statewise.radix.validation import Condition, Verdict
 from statewise.runtime.cache.sequence import Sequence
 from statewise.runtime.memory.block_pool import BlockPool
 
@@ -54,6 +56,20 @@ class Recalls:
         generations, failed = self._pools[group].generations, self._failed[group]
         for block in [b for b, (held, _) in failed.items() if generations[b] != held]:
             del failed[block]
+
+
+def disowned(sequence: Sequence, match: Match) -> list[Verdict]:
+    """What a recalled sequence has published of `match`, as verdicts to discard."""
+    first, stop = sequence.began_from, sequence.num_published
+    verdicts = []
+    for group in range(match.schema.num_groups):
+        if group in sequence.snapshot_groups:
+            after = first * match.schema.page_size
+            made = [s.position for s in match.snapshots if s.position > after]
+            verdicts += [Verdict(group, Condition.CHECKSUM, position=p) for p in made]
+        elif first < stop:
+            verdicts.append(Verdict(group, Condition.CHECKSUM, tuple(range(first, stop))))
+    return verdicts
 
 
 def _held(sequence: Sequence, group: int) -> list[int]:

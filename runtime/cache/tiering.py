@@ -32,7 +32,7 @@ from statewise.radix import (
     Written,
     plan,
 )
-from statewise.radix.overlay import overlay
+from statewise.radix.overlay import overlay, sources_first
 from statewise.radix.plan import Recompute, RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
 from statewise.runtime.cache.demotion import Demotion
@@ -230,11 +230,28 @@ class Tiering:
     def deliver(self) -> None:
         """Deliver what ended."""
         self.tiers.poll()
+        for key in self.tiers.withdrawals.settle():
+            self.mirror.forget(key)
         gone = self.tiers.pop_dropped()
         self.told.dropped(gone)
         for dropped in gone:
             if dropped.elsewhere is None:
                 self.mirror.forget(dropped.key)
+
+    def withdraw(self, match: Match, first_page: int) -> None:
+        """What was computed along a match from a page on is wrong: no copy of it may be found."""
+        if match.namespace.exact:
+            return
+        names = self.stored.names(match.namespace, match.key)
+        pages = range(first_page, len(match.key) // self._schema.page_size)
+        addresses = []
+        for group in sources_first(self._schema):
+            if self._schema.groups[group].kind.is_snapshot:
+                addresses += [self.stored.snapshot_address(names, group, p + 1) for p in pages]
+            else:
+                addresses += [self.stored.page_address(names, group, page) for page in pages]
+        self.tiers.withdraw(addresses)
+        self.deliver()
 
     def set_decoding(self, decoding: bool) -> None:
         """Whether rows decode: copies out of the device keep to a small share then."""

@@ -233,6 +233,21 @@ class DiskTier:
             written += len(part.rows)
         return written
 
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """See `TierStore`. The records' headers are overwritten, so that no scan finds them."""
+        with self._write_lock:
+            rows = [row for key in keys if (row := self._catalog.row_by_key(key)) is not None]
+            self._catalog.remove(self._catalog.find([row.key for row in rows]), tell=False)
+            if self._opened is None or not rows:
+                return
+            try:
+                for row in rows:
+                    self._extents.blank(row.extent, row.offset)
+                self._flush()
+            except (OSError, sqlite3.Error) as error:
+                self._counters.add("withdrawals_failed")
+                self._health.write_failed(error)
+
     def _extent_with_room(self, size: int) -> Extent | None:
         if self._current is not None and self._current.room >= size:
             return self._current

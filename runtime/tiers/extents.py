@@ -3,9 +3,9 @@
     extent   = header (4096 bytes) | record | record | ... | reserved room
 
 A page is never changed in place and never deleted alone: an extent goes as a whole, after the
-pages worth keeping were copied out. New records go to one extent at a time, so writing is
-sequential, and pages written together are read together. An extent is sealed when it is full or
-when its writer has ended.
+pages worth keeping were copied out. Only what must never be found again loses its head (`blank`).
+New records go to one extent at a time, so writing is sequential, and pages written together are
+read together. An extent is sealed when it is full or when its writer has ended.
 
 This module does not know keys or recency, and does not verify bodies.
 """
@@ -165,6 +165,18 @@ class Extents:
             self._open[extent.id] = extent
             self._close_surplus()
         self.trim(extent, extent.cursor)
+
+    def blank(self, number: int, offset: int) -> None:
+        """Overwrite the head of the record at `offset`: it is a record no more."""
+        extent = self.get(number)
+        if extent is None:
+            return
+        fd = self._files.open_again(extent.path)
+        try:
+            self._files.write(fd, [allocate(ALIGNMENT)], offset)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
 
     # ---------------------------------------------------------------- reading
 

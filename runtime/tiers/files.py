@@ -60,6 +60,10 @@ class Files:
         """Open a file for reading; returns its descriptor."""
         return self._open(path, os.O_RDONLY | os.O_CLOEXEC)
 
+    def open_again(self, path: Path) -> int:
+        """Open a file that is there for writing; returns its descriptor."""
+        return self._open(path, os.O_RDWR | os.O_CLOEXEC)
+
     def _open(self, path: Path, flags: int) -> int:
         if self.direct:
             try:

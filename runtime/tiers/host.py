@@ -171,6 +171,10 @@ class HostTier:
                 if kept is not None:
                     self._remove(kept)
 
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """See `TierStore`."""
+        self.free([handle for handle in self.find(keys) if handle != NO_HANDLE])
+
     def pop_dropped(self) -> list[tuple[int, bytes]]:
         """See `TierStore`."""
         with self._lock:

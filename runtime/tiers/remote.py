@@ -268,6 +268,23 @@ class RemoteTier:
         address = record.address
         return self._known.learn(address.key, address.group, record.content, record.dependency)
 
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """See `TierStore`. The objects are deleted, whoever wrote them."""
+        for key, handle in zip(keys, self._known.find(keys), strict=True):
+            self._known.note_absent(key, math.inf)
+            self._known.forget(handle, tell=False)
+        self._in_parallel(self._delete, keys)
+
+    def _delete(self, key: bytes) -> None:
+        self._counters.add("requests_delete")
+        try:
+            self._api.delete(self._objects, object_name(key))
+        except FileNotFoundError:
+            pass  # it was never written
+        except Exception as error:
+            self._counters.add("withdrawals_failed")
+            self._health.write_failed(RuntimeError(_first_line(error)))
+
     def probe(self, addresses: Sequence[PageAddress]) -> list[Outcome]:
         """Ask the store which pages are there; `find` knows them afterwards."""
         return self._in_parallel(self._probe, addresses)

@@ -10,8 +10,9 @@ one too long gets MISSING, never foreign bytes. Stores drop pages on their own (
 corruption, a failing device) and say so in `pop_dropped`.
 
 Threads: `find`, `record`, `content`, `touch`, `free`, `oldest`, `pop_dropped`, `status` return at
-once and may be called from the control plane; `stage`, `commit`, `fetch`, `release`, `discard` are
-for I/O threads. All are thread-safe. None raises for a page that is missing, damaged or refused.
+once and may be called from the control plane; `stage`, `commit`, `fetch`, `release`, `discard`,
+`withdraw` are for I/O threads. All are thread-safe. None raises for a page that is missing, damaged
+or refused.
 """
 
 from __future__ import annotations
@@ -110,6 +111,13 @@ class TierStore(Protocol):
 
     def free(self, handles: Sequence[int]) -> None:
         """Forget pages; unknown handles are ignored."""
+        ...
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """Destroy pages whose content is wrong though whole: nobody finds them again, ever.
+
+        For I/O threads. Unknown keys are ignored; what cannot be destroyed is counted.
+        """
         ...
 
     def stage(self, group: str, count: int) -> list[Row]:

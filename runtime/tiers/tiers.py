@@ -57,6 +57,7 @@ from statewise.runtime.tiers.transfer import (
     Transfer,
     TransferEngine,
 )
+from statewise.runtime.tiers.withdrawal import Withdrawals
 
 SPILL_SHARE = 0.125  # of the host's slots: copied to disk before they are wanted; at least a step's
 SPILL_PAGES = 256  # looked at each time, per group
@@ -119,6 +120,7 @@ class Tiers:
         self._secret = secret
         self._set_shapes(copier.shapes)
         self.version = 0  # moves whenever `find` may have come to answer differently
+        self.withdrawals = Withdrawals(self.stores, engine.submit, self.counters)
         self._spilling: set[tuple[Tier, bytes]] = set()  # on its way to a tier
         self._spilled_at = 0  # `HostTier.version` when the oldest pages were last looked at
 
@@ -148,7 +150,8 @@ class Tiers:
     def find(self, addresses: Sequence[PageAddress]) -> list[Location | None]:
         """Where each page is: the fastest tier that has it, None where none does."""
         found: list[Location | None] = [None] * len(addresses)
-        open_ones = list(range(len(addresses)))
+        gone = self.withdrawals
+        open_ones = [i for i, address in enumerate(addresses) if address.key not in gone]
         for tier, store in self.stores.items():
             handles = store.find([addresses[i].key for i in open_ones])
             left = []
@@ -169,6 +172,11 @@ class Tiers:
             return True
         self.counters.add("dependency_mismatch")
         return False
+
+    def withdraw(self, addresses: Sequence[PageAddress]) -> None:
+        """Destroy the copies of these pages in every tier, also those that are being made."""
+        self.withdrawals.begin((a.key for a in addresses), self.engine.open_transfers())
+        self.version += 1
 
     def touch(self, locations: Sequence[Location]) -> None:
         """These copies were of use."""
@@ -307,7 +315,10 @@ class Tiers:
         wanted = [
             (page, (target.tier, key))
             for page, key, there in zip(pages, keys, stored, strict=True)
-            if there == NO_HANDLE and key and (target.tier, key) not in self._spilling
+            if there == NO_HANDLE
+            and key
+            and (target.tier, key) not in self._spilling
+            and key not in self.withdrawals
         ]
         if not wanted:
             return
@@ -368,6 +379,7 @@ class Tiers:
         self.engine.close()
         if deliver:
             self.engine.poll()
+        self.withdrawals.finish()
         for store in self.stores.values():
             store.close()
 
