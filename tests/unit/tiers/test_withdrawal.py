@@ -1,4 +1,4 @@
-"""Withdrawn pages: whole, and wrong. Nobody finds them again, here, after a restart, or elsewhere."""
+"""Withdrawn pages, whole and wrong: nobody finds them again, after a restart or elsewhere either."""
 
 from __future__ import annotations
 
