@@ -1,4 +1,4 @@
-"""Withdrawn pages, whole and wrong: nobody finds them again, after a restart or elsewhere either."""
+"""Withdrawn pages, whole and wrong: nobody finds them again, after a restart or elsewhere."""
 
 from __future__ import annotations
 
