@@ -22,6 +22,7 @@ from statewise.runtime.tiers.page import ALIGNMENT, KEY_BYTES
 FORMAT = 1
 APPLICATION_ID = 0x53574958  # "SWIX"
 FILE_NAME = "index.sqlite"
+SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the file and its journals
 
 _TABLES = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -219,5 +220,5 @@ def is_plausible(row: IndexRow) -> bool:
 
 def remove_index(directory: Path) -> None:
     """Delete an index and its journal."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    for suffix in SUFFIXES:
         (directory / (FILE_NAME + suffix)).unlink(missing_ok=True)

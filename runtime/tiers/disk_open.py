@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 from statewise.runtime.tiers.body import Bodies
 from statewise.runtime.tiers.disk_index import (
     FILE_NAME,
+    SUFFIXES,
     DiskIndex,
     ExtentRow,
     IndexRow,
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 FORMAT_FILE = "format"
 FORMAT = {"format": "statewise disk cache", "version": 1}
 EXTENTS = "extents"
+STANDARD = {"lock", "lost+found", "writable"}  # in a directory that is as good as empty
+OWN = {FORMAT_FILE, EXTENTS, *(FILE_NAME + suffix for suffix in SUFFIXES)}
 
 
 @dataclass
@@ -54,17 +58,24 @@ class Opened:
 def check_is_ours(directory: Path) -> None:
     """TierError for a directory that holds something and is not a disk cache."""
     try:
-        found = json.loads((directory / FORMAT_FILE).read_text())
-        name = found.get("format") if isinstance(found, dict) else None
+        text = (directory / FORMAT_FILE).read_text()
+        ours = STANDARD | (OWN if not text else set())
     except FileNotFoundError:
-        names = {entry.name for entry in directory.iterdir()} - {"lock", "lost+found"}
+        text, ours = "", STANDARD
+    except (OSError, ValueError):
+        text, ours = "?", set()
+    if not text:  # never made, or not to its end: by a kill, or a power failure
+        names = {entry.name for entry in directory.iterdir()} - ours
         if names:
             raise TierError(
                 f"{directory} holds other files ({sorted(names)[0]}, ...) and is no cache "
                 "directory; name an empty or a new one"
-            ) from None
+            )
         return
-    except (OSError, ValueError):
+    try:
+        found = json.loads(text)
+        name = found.get("format") if isinstance(found, dict) else None
+    except ValueError:
         name = None
     if name != FORMAT["format"]:
         raise TierError(f"{directory / FORMAT_FILE} is not of a disk cache; name another directory")
@@ -95,9 +106,12 @@ def open_directory(directory: Path, files: Files, bodies: Bodies, counters: Coun
 
 def _write_format(directory: Path) -> None:
     path = directory / FORMAT_FILE
-    if not path.exists():
-        path.touch(mode=FILE_MODE)
-        path.write_text(json.dumps(FORMAT) + "\n")
+    path.touch(mode=FILE_MODE)
+    if not path.stat().st_size:
+        with path.open("w") as file:
+            file.write(json.dumps(FORMAT) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _open_all(

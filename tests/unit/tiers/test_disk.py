@@ -187,6 +187,26 @@ def test_old_pages_are_not_found_and_collected(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_a_directory_that_was_not_made_to_its_end_is_made_anew(tmp_path: Path) -> None:
+    """After a power failure the file that says whose it is may be there and empty."""
+    where = addresses(3)
+    directory = tmp_path / "c"
+    disk = open_disk(directory)
+    store_pages(disk, where)
+    disk.close()
+    (directory / "format").write_text("")
+    disk = open_disk(directory)
+    assert check_fetch(disk, disk.find([a.key for a in where]), where, FULL) == [OK] * 3
+    disk.close()
+    assert "statewise" in (directory / "format").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "format").touch()
+    (other / "thesis.txt").touch()
+    with pytest.raises(TierError, match=r"holds other files \(thesis\.txt"):
+        open_disk(other)
+
+
 def test_pages_that_are_too_old_already_are_not_written(tmp_path: Path) -> None:
     """A host tier's pages do not age: passed on, they would be written again and again."""
     clock = ManualClock()
