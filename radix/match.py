@@ -82,6 +82,7 @@ class Match:
     __slots__ = (
         "_best",
         "_cache",
+        "_laid_out",
         "_pairs",
         "history_whole_pages",
         "key",
@@ -121,6 +122,7 @@ class Match:
         self._cache: dict[tuple[str, int, bool], Bool] = {}
         self._best: tuple[int, int] | None = None
         self._pairs: dict[int, tuple[int, int, Int32]] = {}  # group -> (lo, hi, joined)
+        self._laid_out: tuple[int, list[tuple[int, Int32]]] = (-1, [])  # position, (group, pairs)
         self.whole_at_end = False  # every group is known to be whole at the logical end
 
     @property
@@ -158,13 +160,18 @@ class Match:
         first, end, joined = known
         return joined if lo == first and hi == end else joined[:, lo - first : hi - first]
 
-    def lay_out(self, position: int) -> None:
-        """Join what a resume at `position` (tokens) reads, as `pairs` hands it out."""
-        size = self.schema.page_size
-        for group, spec in enumerate(self.schema.groups):
-            if not spec.kind.is_snapshot:
-                for lo, hi in needed_ranges(spec, position, size):
-                    self.pairs(group, lo, hi)
+    def lay_out(self, position: int) -> list[tuple[int, Int32]]:
+        """(group, pairs) of all pages that a resume at `position` (tokens) reads, joined once."""
+        if self._laid_out[0] != position:
+            size = self.schema.page_size
+            found = [
+                (group, self.pairs(group, lo, hi))
+                for group, spec in enumerate(self.schema.groups)
+                if not spec.kind.is_snapshot
+                for lo, hi in needed_ranges(spec, position, size)
+            ]
+            self._laid_out = (position, found)
+        return self._laid_out[1]
 
     def _join(self, group: int, lo: int, hi: int) -> Int32:
         parts = []

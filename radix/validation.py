@@ -183,7 +183,7 @@ class ValidationEnv:
     checksum: Checksum | None = None
     static: tuple[Static | None, ...] = field(init=False, repr=False, compare=False)
     aligned: tuple[bool, ...] = field(init=False, repr=False, compare=False)
-    paged: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    generations: tuple[Int32 | None, ...] = field(init=False, repr=False, compare=False)
     is_plain: bool = field(init=False, repr=False, compare=False)  # no group needs more than a look
 
     def __post_init__(self) -> None:
@@ -196,8 +196,9 @@ class ValidationEnv:
         object.__setattr__(self, "aligned", aligned)
         specs = self.schema.groups
         paged = tuple(g for g, spec in enumerate(specs) if not spec.kind.is_snapshot)
-        object.__setattr__(self, "paged", paged)
+        object.__setattr__(self, "generations", tuple(e.generations for e in self.groups))
         plain = self.audit_rate <= 0.0 and all(aligned) and static.count(None) == len(static)
+        plain = plain and len(paged) == len(specs)
         object.__setattr__(self, "is_plain", plain)
 
     def _static_of(self, group: int) -> Static | None:
@@ -266,14 +267,12 @@ def _holds(match: Match, env: ValidationEnv, position: int) -> bool:
     """
     if not match.whole_at_end or position != match.logical_tokens or match.snapshots:
         return False
-    if not env.is_plain or env.stamps != match.stamps or len(env.paged) != len(env.groups):
+    if not env.is_plain or env.stamps != match.stamps:
         return False
-    size = match.schema.page_size
-    for group in env.paged:
-        now = env.groups[group].generations
-        for lo, hi in needed_ranges(match.schema.groups[group], position, size):
-            if not _generations_hold(now, match.pairs(group, lo, hi)):
-                return False
+    generations = env.generations
+    for group, held in match.lay_out(position):
+        if not _generations_hold(generations[group], held):
+            return False
     return True
 
 
