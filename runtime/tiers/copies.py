@@ -222,7 +222,8 @@ class Copier:
         for i, (page, one) in enumerate(zip(pages, fetched, strict=True)):
             if one.row is None or one.record is None:
                 continue
-            if one.record.address.key != page.key:
+            layers = self.shapes[group].num_layers
+            if one.record.address.key != page.key or len(one.record.digests) != layers:
                 results[i] = PageResult(Outcome.CORRUPT, reason="another page's record")
                 store.report_corrupt(page.handle)
             else:

@@ -17,7 +17,7 @@ from statewise.runtime.tiers.copies import Copier, DevicePage, LoadPage
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.host import HostTier
 from statewise.runtime.tiers.page import PageAddress
-from statewise.runtime.tiers.store import NO_HANDLE, Outcome, TierStore
+from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
 from statewise.runtime.tiers.tiers import Location, Tiers, all_ok
 from statewise.runtime.tiers.transfer import EngineOptions, Transfer, TransferEngine
 from support.tier_blocks import ArrayBlocks
@@ -159,6 +159,24 @@ def test_a_handle_of_another_page_is_no_load(store: TierStore) -> None:
     assert outcomes(transfer) == [Outcome.CORRUPT]
     assert (world.blocks.pools[0][20] == 0xEE).all(), "and it was not copied"
     store.close()
+
+
+def test_a_record_of_another_number_of_layers_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes one by accident; whoever can write to a shared store might."""
+    host = HostTier(SHAPES, [8, 8])
+    world = World([host])
+    where = addresses(2)
+    world.demote(Tier.HOST, world.fill(0, where))
+    real = host.fetch
+
+    def shorter(handles: Sequence[int]) -> list[Fetched]:
+        one, *others = real(handles)
+        assert one.record is not None
+        return [replace(one, record=replace(one.record, digests=one.record.digests[:-1])), *others]
+
+    monkeypatch.setattr(host, "fetch", shorter)
+    transfer = world.load(Tier.HOST, 0, where)
+    assert outcomes(transfer) == [Outcome.CORRUPT, Outcome.OK]
 
 
 def test_missing_pages_leave_their_blocks_alone(store: TierStore) -> None:
