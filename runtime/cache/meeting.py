@@ -18,6 +18,7 @@ This module does not estimate whether it is worth it (`planner`), and does not s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -326,6 +327,12 @@ class Meetings:
     def is_loading(self) -> bool:
         """Whether copies run whose blocks come back by themselves."""
         return any(batch.waiting_for for meeting in self.open for batch in meeting.batches)
+
+    def distrust(self, keys: Set[bytes]) -> None:
+        """Pages of these names are wrong: a meeting that has loaded one is given up."""
+        for meeting in list(self.open):
+            if any(page.key in keys for batch in meeting.batches for page in batch.pages):
+                self.give_up(meeting, "failed")
 
     def abandon_all(self, outcome: str = "cancelled") -> bool:
         """Nothing that is on its way is wanted any more; whether anything was."""

@@ -16,7 +16,7 @@ This module does not choose what to load, and runs on the control plane's thread
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -227,6 +227,12 @@ class Promotions:
         promotion.pages = []
         if not promotion.is_wanted:
             self.release(promotion)
+
+    def distrust(self, keys: Set[bytes]) -> None:
+        """Pages of these names are wrong: none that has arrived is handed over."""
+        for promotion in self.open:
+            for page in promotion.pages:
+                page.arrived = page.arrived and page.key not in keys
 
     def hand_over(self, promotion: Promotion) -> None:
         """Hand pages that were loaded apart, and have arrived, to the tree, under its lease."""

@@ -251,6 +251,9 @@ class Tiering:
             else:
                 addresses += [self.stored.page_address(names, group, page) for page in pages]
         self.tiers.withdraw(addresses)
+        keys = {address.key for address in addresses}
+        self.promotions.distrust(keys)
+        self.meetings.distrust(keys)
         self.deliver()
 
     def set_decoding(self, decoding: bool) -> None:

@@ -101,6 +101,22 @@ def test_they_meet_wherever_they_are(shape: str, share: float, steps_of_io: floa
     end(scene)
 
 
+def test_what_has_arrived_and_turns_out_to_be_wrong_is_not_met() -> None:
+    """F21: private blocks are no place in which withdrawn pages survive."""
+    scene = scene_of()
+    scene.add("again", LONG, 3)
+    scene.step()
+    meeting = meeting_of(scene)
+    while meeting.ready is None:
+        assert scene.io.run_one()
+        scene.tiering.deliver()
+    scene.tiering.withdraw(scene.match(LONG[:END]), END // PAGE - 1)
+    report = go(scene, 6.0)
+    assert outcomes(scene)["failed"] == 1
+    assert report.loaded < END // 2, "not by the pages that had arrived"
+    end(scene)
+
+
 def test_who_computes_for_itself_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it approximates is not in the tree: others would wait for it until it has ended."""
     scene = scene_of()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from statewise.radix import Namespace, TokenKey
+from statewise.radix import Namespace, Tier, TokenKey
+from statewise.runtime.messages import CacheOptions
 from statewise.runtime.tiers.disk_index import remove_index
 from statewise.runtime.tiers.host import HostTier
 from statewise.runtime.tiers.page import PageAddress
@@ -98,3 +100,24 @@ def test_what_was_computed_from_damaged_state_is_found_in_no_tier(
     scene.serve("again", [*tokens.tolist(), 5], 3)
     scene.check("again")
     assert scene.tiering.tiers.counters["withdrawn"]
+
+
+def test_a_page_that_arrived_before_its_withdrawal_is_not_handed_over(tmp_path: Path) -> None:
+    """One tier has delivered, the other not yet: the pages wait in private blocks meanwhile."""
+    scene = Scene("F", disk=tmp_path)
+    scene.keep(PROMPT)
+    scene.forget_device()
+    host = scene.store(Tier.HOST)
+    host.free(host.all_handles()[:5])
+    lookup = scene.cache.lookup(CacheOptions(), np.array(PROMPT, dtype=np.int32), 40)
+    promotion = scene.cache.promote(lookup)
+    assert len(promotion.waiting_for) == 2
+    while len(promotion.waiting_for) == 2:
+        assert scene.io.run_one()
+        scene.tiering.deliver()
+    scene.tiering.withdraw(scene.match(PROMPT[:40]), 0)
+    scene.run_io()
+    assert promotion.is_done
+    assert not scene.match(PROMPT[:40]).logical_pages
+    scene.tiering.promotions.release(promotion)
+    scene.quiesce()
