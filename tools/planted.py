@@ -47,6 +47,13 @@ TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "pages are pushed out of a small host before they are on disk",
+        "runtime/cache/host_room.py",
+        "            if not goes and room[page.group] > 0:",
+        "            if not goes:",
+        (DEMOTED,),
+    ),
+    Mutant(
         "f21 copies of what was computed from damaged state stay in the tiers",
         PREFIX,
         "            self.tiering.withdraw(match, sequence.began_from)",

@@ -4,6 +4,9 @@
     tick              the next pages of the first path: pinned, copied, unpinned when the copy ended
     few blocks free   with nothing queued, the paths that would be evicted first
 
+Copies go to the fastest tier, which passes them on; what would push its own predecessors out of a
+small host goes straight to the tier behind it (`host_room`).
+
 What has a copy is evicted for nothing. What has none, because the write-behind was full or the
 tier refused, is evicted all the same: nobody waits for a copy. Pins never hold more than a share of
 a pool, and `yield_blocks` gives up what has not begun as soon as a running request is short.
@@ -20,10 +23,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from statewise.radix import Cause, Match, Namespace, RadixTree, TokenKey
+from statewise.radix import Cause, Match, Namespace, RadixTree, Tier, TokenKey
 from statewise.radix.lasting import lasting_pages, lasting_snapshots
 from statewise.radix.overlay import sources_first
 from statewise.runtime.cache.blocks import Blocks
+from statewise.runtime.cache.host_room import REFUSED_PAUSE_S, HostRoom
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.stored import Names, StoredState
 from statewise.runtime.cache.tier_events import TierEvents
@@ -42,7 +46,6 @@ MAX_PATHS = 256  # queued; more push out the oldest
 PIN_SHARE = 0.25  # of a pool, for copies that are queued or run
 LOW_SHARE = 0.25  # free blocks below which the oldest paths are copied early
 EARLY_NODES = 16  # looked at for that, each time
-REFUSED_PAUSE_S = 1.0  # after a tier took nothing
 YIELD_PAUSE_S = 0.05  # after blocks were needed
 LOOK_PAUSE_S = 0.1  # after a look ahead that found nothing to copy
 
@@ -78,9 +81,11 @@ class Demotion:
         self._pools, self._sums = blocks.pools, blocks.sums
         self._stored, self._mirror, self._clock = stored, mirror, clock
         self._schema = tree.schema
-        self._target = next(iter(tiers.stores))
+        self.room = HostRoom(tree.schema, tiers, clock)
+        self._target = self.room.target
         self._paths: deque[Path] = deque()
         self._open: set[Transfer] = set()
+        self._copying: set[bytes] = set()  # keys of pages in open copies
         self._num_pinned = [0] * len(blocks.pools)
         self._paused_until_s = 0.0
         self._look_at_s = 0.0
@@ -168,8 +173,8 @@ class Demotion:
                 pages += self._pages(match, names, group, path.at, lasting)
         if end >= match.logical_pages:
             pages += self._snapshots(match, names)
-        pages = self._without_known(pages)
-        return not pages or self._submit(pages)
+        parts = self.room.split(self._without_known(self._target, pages))
+        return all(self._submit(tier, part) for tier, part in parts)
 
     def _pages(
         self, match: Match, names: Names, group: int, start: int, wanted: Bool
@@ -197,41 +202,56 @@ class Demotion:
                 out.append(self._page(held.group, held.block, address))
         return out
 
-    def _without_known(self, pages: list[DevicePage]) -> list[DevicePage]:
-        """Leave out, and mark, what the tier has already."""
+    def _without_known(self, tier: Tier, pages: list[DevicePage]) -> list[DevicePage]:
+        """Leave out what is being copied and, marked, what the tier has already."""
+        pages = [page for page in pages if page.address.key not in self._copying]
         if not pages:
             return pages
-        handles = self._tiers.stores[self._target].find([page.address.key for page in pages])
+        handles = self._tiers.stores[tier].find([page.address.key for page in pages])
         for page, handle in zip(pages, handles, strict=True):
             if handle != NO_HANDLE:
                 self._mirror.mark(page.group, [page.block], [page.address.key])
         known = zip(pages, handles, strict=True)
         return [page for page, handle in known if handle == NO_HANDLE]
 
-    def _submit(self, pages: list[DevicePage]) -> bool:
+    def _submit(self, tier: Tier, pages: list[DevicePage]) -> bool:
+        if tier is not self._target:
+            pages = self._without_known(tier, pages)
+        if not pages:
+            return True
         by_group: dict[int, list[int]] = {}
         generations = [int(self._pools[p.group].generations[p.block]) for p in pages]
         for page in pages:
             by_group.setdefault(page.group, []).append(page.block)
-        for group, blocks in by_group.items():
-            room = max(int(PIN_SHARE * self._pools[group].num_blocks), len(blocks))
-            if self._num_pinned[group] and self._num_pinned[group] + len(blocks) > room:
-                self._told.demotion_refused(self._target, len(pages), "pins")
-                return False
+        if not self._may_pin(by_group):
+            self._told.demotion_refused(tier, len(pages), "pins")
+            return False
+        keys = [page.address.key for page in pages]
 
         def ended(transfer: Transfer) -> None:
             self._open.discard(transfer)
+            self._copying.difference_update(keys)
             self._is_full = False
             self._ended(transfer, pages, generations)
             self._pin(by_group, -1)
 
         self._pin(by_group, 1)
-        transfer = self._tiers.demote(self._target, pages, ended)
+        transfer = self._tiers.demote(tier, pages, ended)
         if transfer is None:
             self._pin(by_group, -1)
-            self._told.demotion_refused(self._target, len(pages), "queue")
+            self._told.demotion_refused(tier, len(pages), "queue")
             return False
+        self.room.enter(tier, pages)
+        self._copying.update(keys)
         self._open.add(transfer)
+        return True
+
+    def _may_pin(self, by_group: dict[int, list[int]]) -> bool:
+        """Whether copies would hold no more than their share of each pool; one may always run."""
+        for group, blocks in by_group.items():
+            room = max(int(PIN_SHARE * self._pools[group].num_blocks), len(blocks))
+            if self._num_pinned[group] and self._num_pinned[group] + len(blocks) > room:
+                return False
         return True
 
     def _pin(self, by_group: dict[int, list[int]], sign: int) -> None:
@@ -254,5 +274,13 @@ class Demotion:
                 self._mirror.mark(page.group, [page.block], [page.address.key])
         self._tree.ledger.note_all(copied, Cause.MIRROR)
         if not arrived and not transfer.is_cancelled:
+            self._pause_after_refusal(transfer.tier)
+        self._tiers.pass_on(
+            transfer.tier, arrived, lambda: self.room.enter(transfer.tier, pages, -1)
+        )
+
+    def _pause_after_refusal(self, tier: Tier) -> None:
+        if tier is self._target:
             self._paused_until_s = self._clock.monotonic() + REFUSED_PAUSE_S
-        self._tiers.pass_on(self._target, arrived)
+        else:
+            self.room.refuse()

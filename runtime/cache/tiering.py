@@ -187,12 +187,17 @@ class Tiering:
         return Tier.HOST in self.tiers.stores and len(self.tiers.stores) > 1
 
     def prefetch(self, offer: Offer) -> bool:
-        """Copy what a queued request will want to the host; False: not now, ask again."""
+        """Copy what a queued request will want to the host; False: not now, ask again.
+
+        Of each group no more than the host holds without pushing out what has just come.
+        """
         if not self.can_prefetch or len(self._prefetching) >= MAX_PREFETCHES:
             return False
         by_tier: dict[Tier, list[tuple[int, str]]] = {}
+        room = [self.demotion.room.of(group) for group in range(self._schema.num_groups)]
         for group, _, tier, handle, _ in offer.pages():
-            if tier is not Tier.HOST:
+            if tier is not Tier.HOST and room[group] > 0:
+                room[group] -= 1
                 by_tier.setdefault(tier, []).append((handle, self._schema.groups[group].name))
         for tier, pages in by_tier.items():
             done = self._prefetching.discard

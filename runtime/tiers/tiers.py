@@ -298,17 +298,36 @@ class Tiers:
         pages = [(handle, group) for handle in host.oldest(group, count)]
         self._copy_on(host, disk, pages)
 
-    def pass_on(self, source: Tier, pages: Sequence[tuple[int, str]]) -> None:
+    def pass_on(
+        self,
+        source: Tier,
+        pages: Sequence[tuple[int, str]],
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have pages, (handle, group name) each, that a tier has just got in all slower ones too.
 
         Where write-behind is full they are not copied now; the host's are when they grow old.
+        `on_done` is called, maybe at once, when no copy is under way any more.
         """
-        for tier, store in self.stores.items():
-            if tier > source and pages:
-                self._copy_on(self.stores[source], store, pages)
+        slower = [store for tier, store in self.stores.items() if tier > source and pages]
+        left = len(slower) + 1
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                on_done()
+
+        for store in slower:
+            self._copy_on(self.stores[source], store, pages, one_ended)
+        one_ended()
 
     def _copy_on(
-        self, source: TierStore, target: TierStore, pages: Sequence[tuple[int, str]]
+        self,
+        source: TierStore,
+        target: TierStore,
+        pages: Sequence[tuple[int, str]],
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         keys = [source.key_of(handle) for handle, _ in pages]
         stored = target.find(keys)
@@ -321,12 +340,14 @@ class Tiers:
             and key not in self.withdrawals
         ]
         if not wanted:
+            on_done()
             return
         places = [place for _, place in wanted]
 
         def ended(_transfer: Transfer) -> None:
             self._spilling.difference_update(places)
             self.version += 1
+            on_done()
 
         self._spilling.update(places)
         steps = self._copier.move(source, target, [page for page, _ in wanted])

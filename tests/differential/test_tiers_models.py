@@ -18,6 +18,7 @@ from support.tier_engine import forget_device, settle, tier_scenario, tiered_cor
 
 HYBRID = ("deepseek-v4", "qwen3-next")
 PROMPT = [(11 * i) % VOCAB for i in range(100)]
+HOST_GB = {"gemma3": 4e-5, "deepseek-v4": 1e-4}  # a few pages of each group
 
 
 @cache
@@ -61,6 +62,26 @@ def test_a_restart_finds_the_disk(arch: str, root: str, tmp_path: Path) -> None:
     assert second.counters.loaded_tokens == 96
     assert second.counters.effective_reuse_tokens == 0
     assert second.counters.levels["load"] == 1
+    second.close()
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "deepseek-v4"])
+def test_a_host_of_a_few_pages_in_front_of_a_disk(arch: str, root: str, tmp_path: Path) -> None:
+    """Real threads: what does not fit the host at once is on disk all the same."""
+    one = case(arch, root)
+    expected = one.expected(PROMPT, 6)
+    small = {"max_total_tokens": 480, "host_cache_gb": HOST_GB[arch]}
+    first = tiered_core(one, directory=tmp_path / "c", **small)
+    assert run(first, {"a": (PROMPT, 6)})["a"] == expected
+    settle(first)
+    tiering = first.cache.tiering
+    assert tiering is not None
+    host = tiering.status()[0]
+    assert host["pages_by_group"], host
+    first.close()
+    second = tiered_core(one, directory=tmp_path / "c", **small)
+    assert run(second, {"a": (PROMPT, 6)})["a"] == expected
+    assert second.counters.loaded_tokens == 96
     second.close()
 
 

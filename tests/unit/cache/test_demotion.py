@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from statewise.radix import Cause, Tier
+from statewise.runtime.tiers.store import NO_HANDLE
 from support.tier_scene import PROMPT, Scene
 
 FULL_PAGES = len(PROMPT) // 4
@@ -88,6 +89,43 @@ def test_a_long_path_is_copied_in_parts_under_the_right_names() -> None:
     again = scene.serve("again", long)
     assert again.report is not None
     assert again.report.loaded == 600
+
+
+LONG = [1 + (i * i) % 90 for i in range(4 * 100 + 1)]
+
+
+@pytest.mark.parametrize("host_pages", [1, 4])
+@pytest.mark.parametrize("shape", ["FW", "FR", "HFC"])
+def test_a_host_smaller_than_one_prompt_pushes_nothing_out_before_it_is_on_disk(
+    shape: str, host_pages: int, tmp_path: Path
+) -> None:
+    """Pages were pushed out of the host by later ones of their own prompt, copied nowhere."""
+    scene = Scene(shape, blocks=200, host_pages=host_pages, disk=tmp_path)
+    scene.keep(LONG)
+    history = [spec.name for spec in scene.schema.groups if spec.kind.is_history]
+    assert {name: scene.num_stored(name, Tier.DISK) for name in history} == dict.fromkeys(
+        history, 101
+    )
+    assert all(scene.num_stored(name) for name in history), "the host has its part"
+    scene.forget_device()
+    again = scene.serve("again", LONG)
+    assert again.report is not None
+    assert again.report.loaded == 400
+    scene.quiesce()
+
+
+def test_what_a_disk_refuses_goes_through_the_host_again(tmp_path: Path) -> None:
+    """A disk that takes nothing: the host keeps what it can of the end."""
+    scene = Scene("F", blocks=200, host_pages=8, disk=tmp_path)
+    scene.store(Tier.DISK).stage = lambda group, count: []  # type: ignore[method-assign]
+    scene.store(Tier.DISK).commit = (  # type: ignore[method-assign]
+        lambda pages: [NO_HANDLE] * len(pages)
+    )
+    scene.keep(LONG)
+    assert scene.num_stored("full", Tier.DISK) == 0
+    assert scene.num_stored("full") == 8
+    scene.keep(PROMPT, rid="other")
+    scene.quiesce()
 
 
 def test_what_is_stored_already_is_not_copied_again() -> None:

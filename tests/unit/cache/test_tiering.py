@@ -73,6 +73,19 @@ def test_queued_prefixes_go_from_disk_to_host(tmp_path: Path) -> None:
     assert scene.io.num_open == 0, "it is there already"
 
 
+def test_a_prefetch_does_not_push_out_what_it_has_just_brought(tmp_path: Path) -> None:
+    scene = Scene("F", host_pages=6, disk=tmp_path)
+    scene.keep()
+    scene.forget_device()
+    scene.store().free(scene.store().all_handles())
+    offer = scene.offer()
+    assert offer is not None
+    assert scene.tiering.prefetch(offer)
+    scene.run_io()
+    assert scene.num_stored("full") == 3
+    assert scene.store().status().counters.get("evicted", 0) == 0
+
+
 def test_without_a_host_tier_nothing_is_prefetched(tmp_path: Path) -> None:
     scene = stored_scene(host_pages=0, disk=tmp_path)
     offer = scene.offer()
