@@ -2,11 +2,15 @@
 
     lookup      key, match, validate, plan
     begin       lease, page tables
-    validation  everything `validate` does: needed pages, and the generation of every block compared
+    validation  what a hit takes more than one whose `validate` says yes without looking
 
 Through the real prefix cache with block numbers alone: no tensors, no forward pass. The prefix is
-computed in chunks, as a scheduler would, so the tree holds it in several nodes. Whole hits are
-timed without anything else between; the share is measured in hits that also time `validate`.
+computed in chunks, as a scheduler would, so the tree holds it in several nodes. Hits with and
+without validation take turns, and the share is that of the median difference.
+
+Twice: hits back to back, whose code and data are still in the processor's caches but for what a
+megabyte of tokens displaced; and hits with 32 MB read between them, as a server's are, where a step
+reads all weights between two lookups.
 
     usage: python benchmarks/hit.py [--tokens 131072] [--repeats 500] [--json FILE]
 """
@@ -34,6 +38,7 @@ from statewise.runtime.messages import CacheOptions
 Int32 = NDArray[np.int32]
 CHUNK = 2048  # tokens of one step
 WINDOW = 512  # tokens
+READ_BETWEEN = 32 << 20  # bytes: several times what a core caches for itself
 EVERYONE = CacheOptions()
 
 
@@ -76,44 +81,40 @@ def one_hit(cache: PrefixCache, tokens: Int32, limit: int) -> tuple[float, float
     return looked - start, begun - looked
 
 
-class Stopwatch:
-    """Times a function that is called through a module's name."""
-
-    def __init__(self, real: Callable[..., Any]) -> None:
-        self.real = real
-        self.seconds = 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it and add its time."""
-        start = time.perf_counter()
-        result = self.real(*args)
-        self.seconds += time.perf_counter() - start
-        return result
+def unchecked(*_: Any) -> tuple[()]:
+    """Stand in for `validate`: everything passes."""
+    return ()
 
 
-def validation_seconds(cache: PrefixCache, tokens: Int32, limit: int) -> float:
-    """Seconds of `validate` within one lookup."""
-    watch = Stopwatch(validate)
-    vars(validity)["validate"] = watch
+def one_unchecked_hit(cache: PrefixCache, tokens: Int32, limit: int) -> tuple[float, float]:
+    """`one_hit` without validation."""
+    vars(validity)["validate"] = unchecked
     try:
-        cache.lookup(EVERYONE, tokens, limit)
+        return one_hit(cache, tokens, limit)
     finally:
-        vars(validity)["validate"] = watch.real
-    return watch.seconds
+        vars(validity)["validate"] = validate
 
 
-def measure(page: int, window: int, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Medians in microseconds."""
+def measure(
+    page: int, window: int, num_tokens: int, repeats: int, between: Callable[[], object]
+) -> dict[str, float]:
+    """Medians in microseconds; `between` runs before each hit."""
     tokens = np.random.default_rng(7).integers(0, 100_000, num_tokens + 64, dtype=np.int32)
     cache = computed(page, window, tokens[:num_tokens])
     gc.collect()
     gc.disable()
-    hits = [one_hit(cache, tokens, num_tokens) for _ in range(repeats)]
-    checks = [validation_seconds(cache, tokens, num_tokens) for _ in range(repeats)]
+    hits, unchecked_s = [], []
+    for _ in range(repeats):
+        between()
+        hits.append(one_hit(cache, tokens, num_tokens))
+        between()
+        unchecked_s.append(sum(one_unchecked_hit(cache, tokens, num_tokens)))
     gc.enable()
     lookup, begin = (statistics.median(part) * 1e6 for part in zip(*hits, strict=True))
-    total = statistics.median(sum(hit) for hit in hits) * 1e6
-    check = statistics.median(checks) * 1e6
+    whole_s = [sum(hit) for hit in hits]
+    total = statistics.median(whole_s) * 1e6
+    more = [a - b for a, b in zip(whole_s, unchecked_s, strict=True)]
+    check = statistics.median(more) * 1e6
     return {
         "page": page,
         "window": window,
@@ -126,29 +127,37 @@ def measure(page: int, window: int, num_tokens: int, repeats: int) -> dict[str, 
     }
 
 
+def nothing() -> None:
+    """Between hits back to back."""
+
+
 def main() -> None:
-    """Measure both page sizes, with and without a window."""
+    """Measure three page sizes, with and without a window, back to back and between steps."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--json", default="", help="write the figures here")
     args = parser.parse_args()
-    load = os.getloadavg()[0]
-    cells = [
-        measure(page, window, args.tokens, args.repeats)
-        for page in (64, 16)
-        for window in (0, WINDOW)
-    ]
-    print(f"load average {load:.1f}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
-    for cell in cells:
-        print(
-            f"page {cell['page']:3} window {cell['window']:4}: "
-            f"lookup {cell['lookup_us']:6.1f} + begin {cell['begin_us']:6.1f} us, "
-            f"validation {cell['validation_us']:5.1f} us: {cell['share']:.1%}"
-        )
+    print(
+        f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, "
+        f"Python {sys.version.split()[0]}"
+    )
+    weights = np.ones(READ_BETWEEN // 8, dtype=np.int64)
+    cells: list[dict[str, Any]] = []
+    for name, between in (("back to back", nothing), ("between steps", weights.sum)):
+        for page in (256, 64, 16):
+            for window in (0, WINDOW):
+                cell = measure(page, window, args.tokens, args.repeats, between)
+                cells.append({"hits": name, **cell})
+                print(
+                    f"{name:13}  page {page:3} window {window:4}: "
+                    f"lookup {cell['lookup_us']:6.1f} + begin {cell['begin_us']:6.1f} us, "
+                    f"validation {cell['validation_us']:5.1f} us: {cell['share']:.1%}"
+                )
     if args.json:
+        report = {"load": os.getloadavg()[0], "python": sys.version, "cells": cells}
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"load": load, "python": sys.version, "cells": cells}, file, indent=2)
+            json.dump(report, file, indent=2)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Match:
         "stamps",
         "starts",
         "version",
-        "whole_at_end",
+        "whole_tokens",
     )
 
     def __init__(
@@ -123,7 +123,7 @@ class Match:
         self._best: tuple[int, int] | None = None
         self._pairs: dict[int, tuple[int, int, Int32]] = {}  # group -> (lo, hi, joined)
         self._laid_out: tuple[int, list[tuple[int, Int32]]] = (-1, [])  # position, (group, pairs)
-        self.whole_at_end = False  # every group is known to be whole at the logical end
+        self.whole_tokens = -1  # the logical end, where all groups are known to be whole there
 
     @property
     def logical_tokens(self) -> int:
@@ -341,7 +341,7 @@ class Match:
 
     def _deepest(self, after_load: bool) -> int:
         if self.history_whole_pages == self.logical_pages and self._trailing_whole():
-            self.whole_at_end = True
+            self.whole_tokens = self.logical_tokens
             return self.logical_pages
         both = np.ones(self.logical_pages + 1, dtype=np.bool_)
         for group in range(self.schema.num_groups):
