@@ -65,6 +65,7 @@ def test_small_operations(ops: CpuOps, dtype: torch.dtype) -> None:
     assert_rows_are_their_own(rotated, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_dim", "out_dim"), [(96, 400), (320, 130), (100, 170)])
 def test_linear_layers(
@@ -101,6 +102,7 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_however_a_prompt_is_cut(ops: CpuOps, name: str, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ def lose_trailing(scene: Scene, arch: str) -> None:
         scene.lose(PROMPT, group)
 
 
+@pytest.mark.slow
 def test_it_is_off_unless_asked_for(model: Path, arch: str) -> None:
     scene = scene_of(model, 0)
     scene.serve(PROMPT, 1)
@@ -53,6 +54,7 @@ def test_it_is_off_unless_asked_for(model: Path, arch: str) -> None:
     assert scene.plan(PROMPT).is_exact
 
 
+@pytest.mark.slow
 def test_it_replays_what_was_asked_for_and_shares_nothing(model: Path, arch: str) -> None:
     scene = scene_of(model, 20)
     whole = scene.serve(PROMPT, 24)
@@ -73,6 +75,7 @@ def test_it_replays_what_was_asked_for_and_shares_nothing(model: Path, arch: str
     assert all(p.num_free == p.num_blocks for p in scene.core.cache.pools)
 
 
+@pytest.mark.slow
 def test_nothing_approximate_leaves_the_device_or_is_found_elsewhere(
     model: Path, arch: str, tmp_path: Path
 ) -> None:
@@ -142,6 +145,7 @@ def test_recurrent_state_cannot_be_bounded(config: dict[str, Any], allowed: bool
     assert can_be_bounded(schema_of(config)) is allowed
 
 
+@pytest.mark.slow
 def test_who_insists_on_exact_state_gets_an_exact_replay(model: Path, arch: str) -> None:
     scene = scene_of(model, 20)
     whole = scene.serve(PROMPT, 8)
@@ -151,6 +155,7 @@ def test_who_insists_on_exact_state_gets_an_exact_replay(model: Path, arch: str)
     assert served.tokens == whole.tokens
 
 
+@pytest.mark.slow
 def test_where_exact_is_no_dearer_it_stays_exact(model: Path, arch: str) -> None:
     scene = scene_of(model, FIELD + PAGE)
     whole = scene.serve(PROMPT, 8)

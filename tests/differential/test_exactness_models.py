@@ -78,6 +78,7 @@ def logprobs_of(core: EngineCore, rid: str, prompt: list[int], max_new: int) -> 
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_deterministic_mode_is_bit_equal(arch: str, root: str) -> None:
     """Aligned chunks: a hit runs the very kernel calls of a miss, whatever else is running."""

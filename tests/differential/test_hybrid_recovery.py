@@ -159,6 +159,7 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(shape, tmp_path_factory.mktemp("models") / "v4")
 
 
+@pytest.mark.slow
 def test_lost_windows_are_replayed_in_steps_of_growing_depth(v4: Subject) -> None:
     """History kept, windows and tails dropped: the receptive field, and of it a trapezoid."""
     scene = v4.scene(audit=True)
@@ -176,6 +177,7 @@ def test_lost_windows_are_replayed_in_steps_of_growing_depth(v4: Subject) -> Non
     assert sum(fields) <= computed < 8 * max(fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["swa", "csa", "idx", "hca"])
 def test_f21_a_flipped_bit_of_any_kind_of_state_is_found(v4: Subject, group: str) -> None:
     scene = v4.scene(audit=True, audit_rate=1.0)
@@ -190,6 +192,7 @@ def test_f21_a_flipped_bit_of_any_kind_of_state_is_found(v4: Subject, group: str
         assert v4.is_right(served, PREFIX), layer
 
 
+@pytest.mark.slow
 def test_entries_of_another_compression_are_computed_anew(
     v4: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

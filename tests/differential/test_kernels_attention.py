@@ -152,6 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @needs_native
 @settings(max_examples=25)
 @given(case=cases(), instruction_set=st.sampled_from(INSTRUCTION_SETS))

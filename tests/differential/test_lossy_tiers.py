@@ -123,6 +123,7 @@ def test_what_rests_on_lossy_copies_is_said_and_the_exact_get_none_of_it(gemma: 
     core.close()
 
 
+@pytest.mark.slow
 def test_a_directory_is_read_by_servers_of_the_same_kind_only(gemma: Case, tmp_path: Path) -> None:
     cold = ask(gemma.oracle, "cold", PROMPT, 6)
     directory = tmp_path / "c"
@@ -209,6 +210,7 @@ def scenario(case: Case, seed: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "llama"])
 def test_who_used_nothing_lossy_got_what_a_cold_run_gives(arch: str, root: Path) -> None:
     case = Case(arch, root / f"few-{arch}")

@@ -93,6 +93,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert difference <= TOLERANCE, f"max |difference| {difference:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_full_prefill_equals_transformers(arch: str) -> None:
     path, ids = tiny_model(arch), token_ids()
@@ -106,6 +107,7 @@ def test_odd_chunks_equal_transformers(arch: str) -> None:
     assert_close(ours, oracle_logits(path, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_decode_past_the_window_equals_transformers(arch: str) -> None:
     path, ids = tiny_model(arch), token_ids(80, seed=1)
@@ -124,6 +126,7 @@ def test_rows_of_one_step_do_not_see_each_other(arch: str) -> None:
         assert_close(torch.cat([a, b]), oracle_logits(path, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_config_variants_equal_transformers(name: str) -> None:
     arch, config = VARIANTS[name]

@@ -54,6 +54,7 @@ def chunked(driver: HybridDriver, ids: torch.Tensor, sizes: tuple[int, ...]) -> 
     return torch.cat([driver.run(sequence, piece) for piece in pieces(ids, sizes)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     ids = token_ids(LENGTH)
@@ -62,6 +63,7 @@ def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     assert_close(chunked(driver_of(variant), ids, (50, 1, 1, 13, 2, 29, 1, 33)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,), (3,), (7,), (16,), (64,)])
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     ids = token_ids(80, seed=1)

@@ -48,6 +48,7 @@ def test_dequantising_any_bytes_equals_the_gguf_package(quant: Quant) -> None:
     assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", WRITABLE, ids=lambda q: q.name)
 def test_written_file_loads_as_its_dequantised_weights(quant: Quant, tmp_path: Path) -> None:
     directory = tiny_model("qwen3", WIDE)

@@ -41,12 +41,14 @@ def chunked(driver: ModelDriver, ids: torch.Tensor, sizes: tuple[int, ...]) -> t
     return torch.cat([driver.step(piece)[0] for piece in pieces(ids, sizes)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_equals_transformers(variant: str) -> None:
     path, ids = tiny_model("gpt-oss", **VARIANTS[variant]), token_ids(LENGTH)
     assert_close(ModelDriver(load_tiny(path)).step(ids)[0], oracle_logits(path, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,), (3,), (7,), (16,), (5, 1, 1, 17, 2, 33, 1)])
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     path, ids = tiny_model("gpt-oss"), token_ids(LENGTH, seed=1)

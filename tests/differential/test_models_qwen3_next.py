@@ -42,6 +42,7 @@ def chunked(driver: HybridDriver, ids: torch.Tensor, sizes: tuple[int, ...]) -> 
     return torch.cat([driver.run(sequence, piece) for piece in pieces(ids, sizes)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     ids = token_ids(LENGTH)
@@ -50,6 +51,7 @@ def test_prefill_and_chunks_equal_transformers(variant: str) -> None:
     assert_close(chunked(driver_of(variant), ids, (50, 1, 1, 13, 2, 64, 1)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,), (3,), (7,), (16,), (64,), (63, 2)])
 def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     ids = token_ids(LENGTH, seed=1)
@@ -97,6 +99,7 @@ def test_resuming_from_a_snapshot_equals_a_cold_run() -> None:
             driver.release(resumed)
 
 
+@pytest.mark.slow
 def test_a_snapshot_holds_the_state_at_exactly_its_position() -> None:
     """However the tokens came, and whatever was in the block before (F3)."""
     driver, ids = driver_of(), token_ids(130, seed=7)

@@ -126,6 +126,7 @@ def test_everything_lost_is_a_cold_run(scene: Scene, cold: Served) -> None:
     assert served.report.matched == 0
 
 
+@pytest.mark.slow
 def test_f21_any_flipped_bit_of_any_layer_is_found_and_rebuilt(gemma: Path, cold: Served) -> None:
     rng = random.Random(21)
     scene = Scene(model_path=str(gemma), audit=True, audit_rate=1.0, **SETTINGS)

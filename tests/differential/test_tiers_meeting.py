@@ -88,6 +88,7 @@ def end(core: EngineCore) -> None:
     core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_both_at_once_give_a_cold_runs_output(arch: str, root: str, tmp_path: Path) -> None:
     one = case(arch, root)

@@ -49,6 +49,7 @@ def test_random_scenarios(arch: str, root: str, tmp_path: Path) -> None:
     assert sum(loaded.values()) > 0, loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "deepseek-v4"])
 def test_a_restart_finds_the_disk(arch: str, root: str, tmp_path: Path) -> None:
     one = case(arch, root)

@@ -84,6 +84,7 @@ def outcomes(core: EngineCore) -> dict[str, int]:
     return {labels[0]: count for labels, count in shown}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek-v4", "qwen3-next"])
 @pytest.mark.parametrize("store", ["folder", "s3"])
 def test_a_second_server_finds_what_the_first_left(
@@ -107,6 +108,7 @@ def test_a_second_server_finds_what_the_first_left(
     core.close()
 
 
+@pytest.mark.slow
 def test_a_cold_prompt_costs_one_question_for_a_while(root: str, server: ObjectServer) -> None:
     one = case("gemma3", root)
     write(one, server.url("cold"))
@@ -120,6 +122,7 @@ def test_a_cold_prompt_costs_one_question_for_a_while(root: str, server: ObjectS
     core.close()
 
 
+@pytest.mark.slow
 def test_a_shared_stem_is_found_to_its_end(root: str, server: ObjectServer) -> None:
     """The end of the run of pages lies inside the prompt: found by bisection."""
     one = case("llama", root)
@@ -132,6 +135,7 @@ def test_a_shared_stem_is_found_to_its_end(root: str, server: ObjectServer) -> N
         core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "qwen3-next"])
 def test_trailing_state_below_the_depth_is_found(
     arch: str, root: str, server: ObjectServer
@@ -147,6 +151,7 @@ def test_trailing_state_below_the_depth_is_found(
     core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gone", "deny", "garbage", "truncated", "empty", "slow"])
 @pytest.mark.parametrize("moment", ["question", "load"])
 def test_a_store_that_fails_costs_no_request(

@@ -61,6 +61,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "".join(decoder.push(i) for i in ids) + decoder.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_texts_equal_transformers(name: str) -> None:
     tokenizer = real_tokenizer(name)

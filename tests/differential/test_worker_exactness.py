@@ -164,6 +164,7 @@ def test_answers_equal_a_cold_run(arch, backend, seed):
         assert logprobs == pytest.approx(expected_logprobs, abs=2e-4), (seed, rid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -181,6 +182,7 @@ def test_answers_are_bit_equal_to_a_cold_run(arch, dtype, seed, monkeypatch):
         assert answer == cold(parts, prompt, max_new), (seed, rid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 @pytest.mark.parametrize("seed", SEEDS[:2])

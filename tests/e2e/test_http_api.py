@@ -224,6 +224,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_tool_calls_are_read_from_the_text(client: openai.OpenAI, stream: bool) -> None:
     arguments: Any = {

@@ -75,6 +75,7 @@ def server() -> Any:
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "tokenizer", "detokenizer"])
 def test_a_killed_process_ends_every_request_once_and_comes_back(
     server: ServerProcess, victim: str
@@ -225,6 +226,7 @@ def test_the_socket_directory_is_private(server: ServerProcess) -> None:
     assert [p.name for p in directory.iterdir() if p.suffix == ".json"] == []
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_an_error_at_once(server: ServerProcess) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(AssertionError, match=f"port {port}.*choose another"):

@@ -146,6 +146,7 @@ def test_async_client_runs_calls_at_the_same_time(server: ServerProcess) -> None
     wait_quiet(server)
 
 
+@pytest.mark.slow
 def test_dead_scheduler_ends_rpc_requests_too(server: ServerProcess, client: RpcClient) -> None:
     stream = client.stream("x", LONG)
     next(stream)
@@ -219,6 +220,7 @@ def test_keys_let_the_right_client_in_and_no_other(
                         client.ask("ping")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -176,6 +176,7 @@ def test_log_probabilities_of_a_prompt_alone(server: ServerProcess) -> None:
     assert [token_id for _, token_id, _ in rest["input_token_logprobs"]] == ids[2:]
 
 
+@pytest.mark.slow
 def test_a_grammar_too_large_to_follow_is_the_requests_own_error(server: ServerProcess) -> None:
     asked = {"text": "a", "sampling_params": {"regex": "((a{1000}){1000}){1000}"}}
     scheduler = server.children()["scheduler"].pid

@@ -56,6 +56,7 @@ def literal(schema: CacheSchema, g: int, tiers: tuple[int, ...], worst: int) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_f2_one_group_resumes_where_each_needed_page_is_there_for_all_patterns(name: str) -> None:
     schema = CacheSchema(P, 1, (KINDS[name],), "m")
@@ -105,6 +106,7 @@ def check(full: Answers, window: Answers, bits: tuple[bool, ...]) -> None:
     assert build_match(world).intersection() == expected, (full[0], window[0], sorted(at))
 
 
+@pytest.mark.slow
 def test_f2_three_groups_intersect_for_every_combination_of_answers_over_four_pages() -> None:
     for full, window in product(distinct(0, 4), distinct(1, 4)):
         for bits in product((False, True), repeat=4):

@@ -71,6 +71,7 @@ def test_every_message_class_is_in_the_union() -> None:
     assert defined == set(CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_class_round_trips(kind: type[Message]) -> None:
     @given(structs(kind))
@@ -80,6 +81,7 @@ def test_each_class_round_trips(kind: type[Message]) -> None:
     check()
 
 
+@pytest.mark.slow
 @given(st.lists(any_message, max_size=4))
 def test_batches_round_trip(batch: list[Any]) -> None:
     assert decode_batch(encode_batch(batch)) == batch

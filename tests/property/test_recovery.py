@@ -148,6 +148,7 @@ def check(world: World, cost: CostModel) -> None:
     assert better is None, f"{made} costs {made.total_s}, but {better} is cheaper"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -166,6 +167,7 @@ def test_loads_and_mixed_plans_are_the_cheapest(name: str, data: st.DataObject) 
     check(world, data.draw(costs(world.schema.num_layers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

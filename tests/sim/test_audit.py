@@ -52,6 +52,7 @@ def cached_places(d: Driver) -> list[tuple[int, int]]:
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_flipped_bit_is_found_and_the_copy_replaced(shape: str) -> None:
     rng = random.Random(shape)

@@ -36,6 +36,7 @@ def test_worlds_keep_every_law(block: int) -> None:
         run_seed(seed)
 
 
+@pytest.mark.slow
 def test_a_seed_writes_the_same_journal_twice() -> None:
     for seed in range(0, FAST, 6):
         first, second = first_run(seed), run_seed(seed)

@@ -24,6 +24,7 @@ def run_seed(seed: int) -> Result:
     return Simulation(seed, meeting_knobs(random.Random(seed))).run()
 
 
+@pytest.mark.slow
 def test_a_few_worlds_keep_every_law_and_meet() -> None:
     results = [first_run(seed) for seed in range(FAST)]
     outcomes: Counter[str] = Counter()

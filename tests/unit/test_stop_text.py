@@ -68,6 +68,7 @@ def _in_context(pattern: str, text: str, start: int, end: int) -> bool:
     return not (after and (after.isalnum() or after == "_"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXT, cuts=st.lists(st.integers(0, 14), max_size=4))
 def test_patterns_agree_with_re_however_the_text_is_cut(pattern, text, cuts):

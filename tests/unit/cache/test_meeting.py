@@ -79,6 +79,7 @@ def end(scene: Scene) -> None:
     scene.quiesce()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "share"), SHAPES)
 @pytest.mark.parametrize("steps_of_io", [0.5, 2.0, 6.0])
 def test_they_meet_wherever_they_are(shape: str, share: float, steps_of_io: float) -> None:

@@ -109,6 +109,7 @@ def test_pages_are_spread_evenly_and_end_with_the_last() -> None:
         assert all(a < b for a, b in zip([lo - 1, *pages], pages, strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["F", "FWF", "FRR", "WCH"])
 def test_the_end_of_what_is_there_is_found_wherever_it_lies(shape: str) -> None:
     for stored in (0, 1, 2, 7, 8, 9, 23, 39, 40):

@@ -231,6 +231,7 @@ def test_a_snapshot_comes_back_only_with_the_history_below_it() -> None:
     scene.quiesce()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["FW", "FR", "C", "HFC", "KFK"])
 def test_every_group_comes_back_where_it_was(shape: str, tmp_path: Path) -> None:
     scene = Scene(shape, host_pages=0, disk=tmp_path)

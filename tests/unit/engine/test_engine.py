@@ -233,6 +233,7 @@ def test_async_calls_run_together_and_cancel(engine):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_many_threads_get_their_own_answers(engine):
     prompts = [PROMPT[i:] for i in range(8)]
     expected = [engine.generate(p, GREEDY)["output_ids"] for p in prompts]
@@ -265,6 +266,7 @@ def test_info_names_the_model_and_hides_secrets():
         assert one.generate(input_ids=one.encode_chat(chat), sampling_params=GREEDY)["text"]
 
 
+@pytest.mark.slow
 def test_deterministic_answers_do_not_depend_on_batch_or_cache():
     sampled = {"max_new_tokens": 20, "temperature": 1.5, "sampling_seed": 3, "ignore_eos": True}
     fields = {"return_logprob": True}

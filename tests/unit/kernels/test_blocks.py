@@ -38,6 +38,7 @@ def test_native_and_numpy_digests_agree(
     assert digests.tolist() == numpy_digests(pool, blocks).tolist()
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("inner", [(1,), (3, 5), (2, 3, 16, 64)])

@@ -122,6 +122,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_page_lists_mean_what_the_layout_means(name: str) -> None:
     case = CASES[name]

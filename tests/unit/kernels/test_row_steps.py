@@ -10,6 +10,7 @@ from torch.nn import functional
 from statewise.kernels import row_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 8), (33, 8), (64, 8), (100, 8), (5, 11, 8), (0, 8)], ids=str)
 def test_equals_the_plain_product(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

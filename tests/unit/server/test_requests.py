@@ -74,6 +74,7 @@ def test_a_bad_request_is_refused_by_name(fields: dict[str, Any], message: str) 
         checks.checked_request(replaced(**fields), VOCAB)
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         SamplingParams,

@@ -341,6 +341,7 @@ def test_an_index_is_stored_with_what_it_routes_into(tmp_path: Path) -> None:
     again.tiers.close()
 
 
+@pytest.mark.slow
 def test_random_walks_never_bring_wrong_bytes(tmp_path: Path) -> None:
     """F15: each page carries its owner, in any order of demotions, loads and evictions."""
     rng = np.random.default_rng(5)

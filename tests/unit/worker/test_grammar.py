@@ -164,6 +164,7 @@ def test_forced_tokens_follow_a_token_up_to_the_limit(backend):
     assert forced(b"abcd", "e", 9) == b""  # only an end token may follow: it is sampled
 
 
+@pytest.mark.slow
 def test_a_limit_hit_while_a_grammar_is_followed_ends_the_request_alone(backend):
     """A grammar may compile at once and exceed a limit at a later token."""
     model = ToyModel(("full",), vocab_size=VOCAB)

@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", CASES)
 def test_draws_follow_the_reference_distribution(params):
     row = logits(seed=len(repr(params)))[0]
