@@ -47,6 +47,13 @@ TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a remote store that hangs is waited for",
+        "runtime/tiers/lanes.py",
+        "self._remote.wait(transfer, self._left_s(ends_s)):\n                self._remote.cancel",
+        "self._remote.wait(transfer):\n                self._remote.cancel",
+        ("tests/unit/tiers/test_lanes.py",),
+    ),
+    Mutant(
         "pages are pushed out of a small host before they are on disk",
         "runtime/cache/host_room.py",
         "            if not goes and room[page.group] > 0:",

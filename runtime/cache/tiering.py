@@ -45,6 +45,7 @@ from statewise.runtime.cache.stored import StoredState
 from statewise.runtime.cache.tier_events import TierEvents
 from statewise.runtime.clock import Clock
 from statewise.runtime.events import EventLog
+from statewise.runtime.tiers.lanes import HANG_S
 from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import Transfer
@@ -268,7 +269,7 @@ class Tiering:
     @property
     def is_busy(self) -> bool:
         """Whether `poll` has, or will soon have, something to do."""
-        return self.tiers.engine.num_open > 0 or self.demotion.is_busy
+        return self.tiers.num_awaited > 0 or self.demotion.is_busy
 
     def yield_to_running(self) -> bool:
         """Give up copies that have not begun, and leases that nobody runs on; whether any were."""
@@ -322,7 +323,11 @@ class Tiering:
         return {"tiers": self.status(), "copies": self.mirror.dump()}
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent."""
+        """Copy out what is due, for at most `drain_s` seconds, and stop. Idempotent.
+
+        A remote store that does not answer is waited for no longer than that, or, where `drain_s`
+        is 0, than `HANG_S`.
+        """
         self.probes.abandon_all()
         self.promotions.abandon_all()
         self.meetings.abandon_all()
@@ -333,4 +338,5 @@ class Tiering:
             if not self.is_busy:
                 break
             left_s = ends_s - self._clock.monotonic()
-        self.tiers.close(max(left_s, 0.0))
+        left_s = max(left_s, 0.0)
+        self.tiers.close(left_s, hang_s=left_s if drain_s else HANG_S)

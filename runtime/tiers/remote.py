@@ -20,8 +20,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
@@ -30,6 +29,7 @@ from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.body import Bodies, check_content
 from statewise.runtime.tiers.buffers import Arena, Row
+from statewise.runtime.tiers.connections import Connections
 from statewise.runtime.tiers.health import RETRY_S, Health
 from statewise.runtime.tiers.known import KnownPages
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageAddress, PageRecord
@@ -128,9 +128,7 @@ class RemoteTier:
         self._counters = Counters()
         self._health = Health("remote cache", clock, self._counters, retry_s)
         self._known = KnownPages(clock)
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            NUM_CONNECTIONS, thread_name_prefix="remote"
-        )
+        self._connections = Connections(NUM_CONNECTIONS, "remote")
 
     # ---------------------------------------------------------------- control plane
 
@@ -231,26 +229,21 @@ class RemoteTier:
 
     def commit(self, pages: Sequence[tuple[PageRecord, Row]]) -> list[int]:
         """See `TierStore`. Returns when the store has confirmed the objects."""
+        shapes = self._shapes  # those of now: a store may answer after it was rebound
         try:
-            return self._in_parallel(self._put, pages)
+            return self._connections.each(lambda page: self._put(shapes, *page), pages)
         finally:
             self.discard([row for _, row in pages])
 
-    def _in_parallel(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        if self._pool is None:
-            return [call(item) for item in items]
-        return list(self._pool.map(call, items))
-
-    def _put(self, page: tuple[PageRecord, Row]) -> int:
-        record, row = page
+    def _put(self, shapes: Mapping[str, GroupShape], record: PageRecord, row: Row) -> int:
         known = self._known.by_key(record.address.key)
         if known is not None:
             self._counters.add("duplicates")
             return known.handle
-        if self._pool is None or not self._health.may_write():
+        if self._connections.is_closed or not self._health.may_write():
             self._counters.add("refused")
             return NO_HANDLE
-        header, body = self.bodies.encode(self._shapes[record.address.group], record, row.data)
+        header, body = self.bodies.encode(shapes[record.address.group], record, row.data)
         head, _ = encode_header(header)
         padding = bytes(header.record_bytes - len(head) - body.size)
         try:
@@ -260,7 +253,7 @@ class RemoteTier:
             self._api.put(self._objects, name, parts, use_multipart=False)
         except Exception as error:
             self._counters.add("refused")
-            self._health.write_failed(RuntimeError(_first_line(error)))
+            self._write_failed(error)
             return NO_HANDLE
         self._health.write_ok()
         self._counters.add("pages_written")
@@ -273,7 +266,7 @@ class RemoteTier:
         for key, handle in zip(keys, self._known.find(keys), strict=True):
             self._known.note_absent(key, math.inf)
             self._known.forget(handle, tell=False)
-        self._in_parallel(self._delete, keys)
+        self._connections.each(self._delete, keys)
 
     def _delete(self, key: bytes) -> None:
         self._counters.add("requests_delete")
@@ -283,11 +276,16 @@ class RemoteTier:
             pass  # it was never written
         except Exception as error:
             self._counters.add("withdrawals_failed")
+            self._write_failed(error)
+
+    def _write_failed(self, error: Exception) -> None:
+        """A write failed; what fails after `close` concerns nobody."""
+        if not self._connections.is_closed:
             self._health.write_failed(RuntimeError(_first_line(error)))
 
     def probe(self, addresses: Sequence[PageAddress]) -> list[Outcome]:
         """Ask the store which pages are there; `find` knows them afterwards."""
-        return self._in_parallel(self._probe, addresses)
+        return self._connections.each(self._probe, addresses)
 
     def _probe(self, address: PageAddress) -> Outcome:
         if self._known.by_key(address.key) is not None:
@@ -316,7 +314,7 @@ class RemoteTier:
         self, key: bytes, size: int, counter: str, slow_s: float = math.inf
     ) -> memoryview | Outcome:
         """At most `size` bytes of an object; an answer after `slow_s` seconds counts as none."""
-        if self._pool is None or not self._health.may_read():
+        if self._connections.is_closed or not self._health.may_read():
             return Outcome.FAILED
         self._counters.add(counter)
         began_s = self._clock.monotonic()
@@ -329,7 +327,8 @@ class RemoteTier:
         except Exception as error:
             if "range" in str(error).lower() and self._is_empty(name):
                 return memoryview(b"")
-            self._health.read_failed(RuntimeError(_first_line(error)))
+            if not self._connections.is_closed:
+                self._health.read_failed(RuntimeError(_first_line(error)))
             return Outcome.FAILED
         seconds = self._clock.monotonic() - began_s
         if seconds > slow_s:
@@ -347,7 +346,7 @@ class RemoteTier:
 
     def fetch(self, handles: Sequence[int]) -> list[Fetched]:
         """See `TierStore`."""
-        return self._in_parallel(self._fetch, handles)
+        return self._connections.each(self._fetch, handles)
 
     def _fetch(self, handle: int) -> Fetched:
         known = self._known.by_handle(handle)
@@ -409,10 +408,8 @@ class RemoteTier:
         return count
 
     def close(self) -> None:
-        """See `TierStore`."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        """See `TierStore`. Requests under way are not waited for."""
+        self._connections.close()
 
 
 def _header_of(data: memoryview, key: bytes) -> Header:

@@ -37,7 +37,7 @@ from statewise.runtime.tiers.copies import (
 )
 from statewise.runtime.tiers.disk import DiskOptions, DiskTier, least_budget
 from statewise.runtime.tiers.host import HostTier, slots_within
-from statewise.runtime.tiers.lanes import Lanes
+from statewise.runtime.tiers.lanes import HANG_S, Lanes
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PrefixChain
 from statewise.runtime.tiers.remote import RemoteTier, open_url
 from statewise.runtime.tiers.store import (
@@ -50,6 +50,7 @@ from statewise.runtime.tiers.store import (
     TierStore,
 )
 from statewise.runtime.tiers.transfer import (
+    CANCELLED,
     EngineOptions,
     PageResult,
     Priority,
@@ -122,6 +123,8 @@ class Tiers:
         self.version = 0  # moves whenever `find` may have come to answer differently
         self.withdrawals = Withdrawals(self.stores, engine.submit, self.counters)
         self._spilling: set[tuple[Tier, bytes]] = set()  # on its way to a tier
+        self._is_closed = False
+        self._era = 0  # moves when copies that run are abandoned
         self._spilled_at = 0  # `HostTier.version` when the oldest pages were last looked at
 
     def _set_shapes(self, shapes: Sequence[GroupShape]) -> None:
@@ -215,7 +218,8 @@ class Tiers:
         Blocks stay leased until `on_done`. `results[i].handle` is the page's in the tier. A page
         that routes into another comes after it.
         """
-        steps = self._copier.demote(self.stores[tier], pages)
+        store = self.stores[tier]
+        steps = self._of_now(self._copier.demote(store, pages), store)
         return self._submit(Transfer("demote", tier, Priority.DEMOTE, steps, on_done))
 
     def load(
@@ -243,7 +247,8 @@ class Tiers:
         `results[i].handle` is the page's in the host tier.
         """
         self.stores[tier].touch([handle for handle, _ in pages])
-        steps = self._copier.move(self.stores[tier], self.stores[Tier.HOST], pages)
+        host = self.stores[Tier.HOST]
+        steps = self._of_now(self._copier.move(self.stores[tier], host, pages), host)
         transfer = Transfer("prefetch", tier, Priority.PREFETCH, steps, on_done)
         self.engine.submit(transfer)
         return transfer
@@ -262,6 +267,22 @@ class Tiers:
         transfer = Transfer("probe", Tier.REMOTE, Priority.LOAD, steps, on_done)
         self.engine.submit(transfer)
         return transfer
+
+    def _of_now(self, steps: Sequence[Step], target: TierStore) -> list[Step]:
+        """Steps that write into a store, and leave nothing there once they were abandoned."""
+        era = self._era
+
+        def bound(step: Step) -> Step:
+            def run() -> Sequence[PageResult]:
+                results = step.run()
+                if self._era == era:
+                    return results
+                target.free([one.handle for one in results if one.outcome is Outcome.OK])
+                return [CANCELLED] * step.count
+
+            return replace(step, run=run)
+
+        return [bound(step) for step in steps]
 
     def _submit(self, transfer: Transfer) -> Transfer | None:
         return transfer if self.engine.submit(transfer) else None
@@ -350,7 +371,8 @@ class Tiers:
             on_done()
 
         self._spilling.update(places)
-        steps = self._copier.move(source, target, [page for page, _ in wanted])
+        moves = self._copier.move(source, target, [page for page, _ in wanted])
+        steps = self._of_now(moves, target)
         transfer = Transfer("spill", target.tier, Priority.DEMOTE, steps, ended)
         if not self.engine.submit(transfer):
             told = {"tier": target.tier.name.lower(), "num_pages": transfer.num_pages}
@@ -362,7 +384,7 @@ class Tiers:
     def rebind(self, shapes: Sequence[GroupShape]) -> None:
         """Other weights: pages get other names from now on; those of the old ones are not found.
 
-        Sizes are the same. Copies that are queued are called off; waits for those that run.
+        Sizes are the same. Copies are called off before: see `call_off`.
         """
         self.call_off()
         self._set_shapes(shapes)
@@ -371,14 +393,28 @@ class Tiers:
             store.rebind(shapes)
 
     def call_off(self) -> None:
-        """Begin no more copies and wait for those that run, and for what follows from them."""
+        """Begin no more copies and wait for those that run, and for what follows from them.
+
+        A remote store that does not answer is waited for no longer than `HANG_S`: what comes of it
+        later is handed to nobody, and stays in no tier.
+        """
         is_open = True
         while is_open:
             for transfer in self.engine.open_transfers():
                 self.engine.cancel(transfer)
-            self.engine.drain()
+            if isinstance(self.engine, Lanes):
+                self.engine.settle()
+            else:
+                self.engine.drain()
             self.poll()  # what has arrived in one tier is passed on to the next
-            is_open = self.engine.num_open > 0
+            is_open = self.num_awaited > 0
+        self._era += 1
+
+    @property
+    def num_awaited(self) -> int:
+        """Copies accepted and not done, without those that are abandoned."""
+        engine = self.engine
+        return engine.num_awaited if isinstance(engine, Lanes) else engine.num_open
 
     def clear(self) -> None:
         """Forget every page; objects of a remote store stay, since others may use them."""
@@ -390,17 +426,25 @@ class Tiers:
         """Figures of every tier, fastest first."""
         return [store.status() for store in self.stores.values()]
 
-    def close(self, drain_s: float = 0.0, *, deliver: bool = True) -> None:
+    def close(self, drain_s: float = 0.0, *, deliver: bool = True, hang_s: float = HANG_S) -> None:
         """Stop. Writes that are queued may take `drain_s` seconds; then they are cancelled.
 
-        `deliver` False: nobody is told what ended.
+        What a remote store has been asked is waited for `hang_s` more at most, and not at all
+        where it did not come within `drain_s`. `deliver` False: nobody is told what ended.
+        Idempotent.
         """
-        if drain_s:
-            self.engine.drain(drain_s)
-        self.engine.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if drain_s and not self.engine.drain(drain_s):
+            hang_s = 0.0
+        if isinstance(self.engine, Lanes):
+            self.engine.close(hang_s)
+        else:
+            self.engine.close()
         if deliver:
             self.engine.poll()
-        self.withdrawals.finish()
+        self.withdrawals.finish(hang_s)
         for store in self.stores.values():
             store.close()
 

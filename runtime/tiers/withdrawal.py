@@ -8,14 +8,16 @@ that were made of it meanwhile leave the tiers here.
     settle     once every copy that was under way has ended, they are destroyed in each store
     is_over    then their names are free again
 
-A copy that a crash overtakes between the two is found by the next process: the time between is that
-of the copies under way.
+A copy that a crash overtakes between the two is found by the next process, and so is one in a
+remote store that does not answer when the process ends: the time between is that of the copies
+under way.
 
 This module does not know requests, and waits for nothing.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -89,9 +91,16 @@ class Withdrawals:
         one.waiting_for.add(transfer)
         self._submit(transfer)
 
-    def finish(self) -> None:
-        """Destroy what is left on this thread: the engine is closed."""
-        for one in self._open:
-            for tier in sorted(one.unfinished):
-                self._stores[tier].withdraw(one.keys)
+    def finish(self, hang_s: float) -> None:
+        """Destroy what is left: the engine is closed. A remote store gets `hang_s` seconds."""
+        left = [(tier, one.keys) for one in self._open for tier in sorted(one.unfinished)]
+        for tier, keys in left:
+            if tier is not Tier.REMOTE:
+                self._stores[tier].withdraw(keys)
+        keys = tuple(key for tier, keys in left if tier is Tier.REMOTE for key in keys)
+        if keys:
+            withdraw = self._stores[Tier.REMOTE].withdraw
+            asking = threading.Thread(target=withdraw, args=(keys,), daemon=True)
+            asking.start()
+            asking.join(hang_s)
         self._open, self._keys = [], set()

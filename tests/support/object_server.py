@@ -2,6 +2,7 @@
 
     ok          requests go through
     slow        after `delay_s` seconds
+    hold        not before it behaves otherwise
     deny        403
     gone        the connection is closed without an answer
     garbage     other bytes of the same length; truncated: half of them; empty: no bytes
@@ -37,6 +38,7 @@ class ObjectServer:
         self.behind: tuple[str, int] = self._server.get_host_and_port()
         self.mode = "ok"
         self.delay_s = 0.0
+        self.may_go_on = threading.Event()
         self.rng = random.Random(0)
         self.requests: Counter[str] = Counter()
         door = self
@@ -57,6 +59,10 @@ class ObjectServer:
 
     def behave(self, mode: str = "ok", delay_s: float = 0.0) -> None:
         self.mode, self.delay_s = mode, delay_s
+        if mode == "hold":
+            self.may_go_on.clear()
+        else:
+            self.may_go_on.set()
 
     def count(self) -> Counter[str]:
         """Requests by method since the last call."""
@@ -81,6 +87,8 @@ class _Door(BaseHTTPRequestHandler):
         if owner.mode == "gone":
             self.close_connection = True
             return
+        if owner.mode == "hold":
+            owner.may_go_on.wait()
         if owner.mode == "slow":
             time.sleep(owner.delay_s)
         if owner.mode == "deny":

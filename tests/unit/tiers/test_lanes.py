@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import SystemClock
+from statewise.runtime.tiers import lanes as lanes_module
 from statewise.runtime.tiers.lanes import Lanes
 from statewise.runtime.tiers.store import Outcome
 from statewise.runtime.tiers.transfer import (
@@ -72,3 +75,41 @@ def test_both_lanes_know_whether_rows_decode() -> None:
     assert all(engine.decoding for engine in lanes._engines)
     lanes.decoding = False
     assert not any(engine.decoding for engine in lanes._engines)
+
+
+def test_what_hangs_is_abandoned_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "HANG_S", 0.02)
+    lanes, answer = lanes_of(1), threading.Event()
+    hung = copy(Tier.REMOTE, lambda: answer.wait(20))
+    assert lanes.submit(hung)
+    until_running(hung)
+    lanes.settle()
+    assert (hung.is_done, hung.is_cancelled) == (False, True)
+    assert (lanes.num_open, lanes.num_awaited) == (1, 0)
+    assert lanes.open_transfers() == [hung], "its memory is still its own"
+    assert lanes.drain(), "without a bound, and without it"
+    local = copy(Tier.DISK, lambda: None)
+    assert lanes.submit(local)
+    lanes.settle()
+    assert lanes.poll() == [local]
+    lanes.close(0.0)
+    assert not hung.is_done
+    answer.set()
+    assert lanes.wait(hung, 20)
+    assert lanes.poll() == [hung]
+    assert lanes.num_open == lanes.num_awaited == 0
+
+
+def test_what_is_quick_enough_is_not_abandoned() -> None:
+    lanes = lanes_of(1)
+    transfer = copy(Tier.REMOTE, lambda: None)
+    assert lanes.submit(transfer)
+    lanes.settle()
+    assert lanes.poll() == [transfer]
+    assert transfer.num_ok == 2
+    lanes.close()
+
+
+def until_running(transfer: Transfer) -> None:
+    while not transfer.num_running:
+        pass
