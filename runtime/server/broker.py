@@ -20,7 +20,12 @@ import msgspec
 import zmq
 
 from statewise.runtime.clock import Clock, fresh_id
-from statewise.runtime.errors import InvalidRequestError, RefusedError, WorkerDiedError
+from statewise.runtime.errors import (
+    InvalidRequestError,
+    OperatingError,
+    RefusedError,
+    WorkerDiedError,
+)
 from statewise.runtime.messages import (
     AbortRequest,
     AnyMessage,
@@ -131,6 +136,7 @@ class Broker:
         self._inbox.close()
         for outbox in self._outboxes.values():
             outbox.close()
+        self._outboxes = {}  # whoever ends from now on has nobody to tell
         self._context.destroy(linger=0)
 
     @property
@@ -235,19 +241,29 @@ class Broker:
 
     def process_died(self, process: str, reason: str) -> None:
         """End every open request and call with one error; abort them in the living processes."""
-        error = WorkerDiedError(reason)
-        finish = FinishReason(
-            "error", message=str(error), code=error.code, http_status=error.http_status
-        )
         aborts = [AbortRequest(rid, reason) for rid in self._open]
         for peer in self._outboxes:
             if peer != process and aborts:
                 self._send(peer, aborts)
+        self._end(WorkerDiedError(reason), process)
+
+    def end_all(self, reason: str) -> None:
+        """End every open request and call here and now, whatever the processes still do.
+
+        Readers get a terminal delta with `reason` as a refusal (503).
+        """
+        self._end(RefusedError(reason))
+
+    def _end(self, error: OperatingError, process: str = "") -> None:
+        """End all requests, and the calls to one process, or to all."""
+        finish = FinishReason(
+            "error", message=str(error), code=error.code, http_status=error.http_status
+        )
         for rid in list(self._open):
             self._deliver(TextDelta(rid, finish=finish))
         for asked, future in self._calls.values():
-            if asked == process and not future.done():
-                future.set_exception(WorkerDiedError(reason))
+            if process in ("", asked) and not future.done():
+                future.set_exception(type(error)(str(error)))
 
     # ------------------------------------------------------------- the inbox
 
@@ -258,6 +274,8 @@ class Broker:
         the next look is arranged even where a message turns out to be a programmer error.
         """
         is_empty = False
+        if self._loop is None:
+            return  # closed since this look was arranged
         try:
             messages = self._inbox.receive()
             is_empty = not messages

@@ -39,6 +39,8 @@ from statewise.runtime.tiers.places import check_places
 
 ABORT_GRACE_S = 0.5  # for terminal events of aborted requests to reach their clients
 HTTP_GRACE_S = 2  # for answers being written when the server stops
+HANG_UP_S = 2  # for requests to notice that their connection is gone
+STOPPING = "the server is stopping"
 EXIT_FAILED = 1
 BACKLOG = 2048  # connections that wait to be accepted
 
@@ -128,10 +130,8 @@ class Server:
             await self._until_ended(http_task, watch)
         finally:
             await self._drain()
-            http.should_exit = True
+            await self._end_http(http, http_task)
             await self._supervisor.stop()
-            with suppress(asyncio.CancelledError):
-                await http_task
             if watch is not None:
                 await watch
             if parent is not None:
@@ -188,10 +188,20 @@ class Server:
             await asyncio.sleep(0.02)
         if self._broker.num_open:
             log.warning("aborting %d open requests", self._broker.num_open)
-            self._broker.abort_client_rid("", "the server is stopping")
+            self._broker.abort_client_rid("", STOPPING)
             patience = self._clock.monotonic() + ABORT_GRACE_S
             while self._broker.num_open and self._clock.monotonic() < patience:
                 await asyncio.sleep(0.02)
+
+    async def _end_http(self, http: uvicorn.Server, task: asyncio.Task[None]) -> None:
+        """Tell every reader that it is over, let answers be written a while, and hang up."""
+        self._broker.end_all(STOPPING)
+        http.should_exit = True
+        await asyncio.wait({task}, timeout=HTTP_GRACE_S)
+        for connection in list(http.server_state.connections):
+            connection.transport.abort()  # as if the client had gone away
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def ready_line(url: str, model_name: str, api_key: str) -> str:
@@ -225,7 +235,7 @@ def _make_http(service: Service) -> uvicorn.Server:
         access_log=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=HTTP_GRACE_S,
+        timeout_graceful_shutdown=HTTP_GRACE_S + HANG_UP_S,
         server_header=False,
     )
     return _Http(config)

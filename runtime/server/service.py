@@ -172,6 +172,8 @@ class Service:
         """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._generate_one())
+            # Whoever asked may be gone when it fails.
+            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._probe)
 
     async def _generate_one(self) -> None:

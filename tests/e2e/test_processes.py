@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from statewise.frontend.errors import BackendError
+from statewise.frontend.rpc_client import RpcClient
 from support.server_process import PYTHONPATH, ServerProcess, echo_server
 
 NUM_CLIENTS = 6
@@ -53,8 +57,8 @@ class Client(threading.Thread):
             self.status = response.status_code
             for line in response.iter_lines():
                 self.has_begun.set()
-                if line.startswith('data: {"error"'):
-                    self.errors.append(json.loads(line[6:])["error"])
+                if line.startswith(('data: {"error"', '{"error"')):  # an event, or the answer
+                    self.errors.append(json.loads(line.removeprefix("data: "))["error"])
                 self.is_done = self.is_done or line == "data: [DONE]"
 
 
@@ -179,6 +183,81 @@ def test_an_open_request_may_finish_while_the_server_stops() -> None:
 
 
 @pytest.mark.slow
+class RpcCall(threading.Thread):
+    """One request by RPC: how it ended."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self.error = ""
+
+    def run(self) -> None:
+        with RpcClient(self._endpoint, timeout_s=30) as client, contextlib.suppress(AssertionError):
+            try:
+                client.generate("x", LONG)
+            except BackendError as error:
+                self.error = str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_step_longer_than_the_drain_leaves_no_request_without_its_end(
+    num_signals: int, tmp_path: Path
+) -> None:
+    """Nobody but the server itself can end these requests: the scheduler is amid a step."""
+    endpoint = f"ipc://{tmp_path}/rpc"
+    drain = 0.1 if num_signals == 1 else 60.0
+    settings = {"drain_timeout": drain, "rpc": endpoint}
+    with echo_server({"ECHO_STEP_S": "20"}, **settings) as server:
+        clients = [Client(server.url, stream=i % 2 == 0) for i in range(4)]
+        call = RpcCall(endpoint)
+        threads: list[threading.Thread] = [*clients, call]
+        flush = threading.Thread(target=lambda: answers.append(server.post("/flush_cache", {})))
+        answers: list[httpx.Response] = []
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        flush.start()  # the scheduler is in its step and does not hear of it
+        time.sleep(0.5)
+        for _ in range(num_signals - 1):
+            server.popen.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert server.stop() == 0
+        for thread in [*threads, flush]:
+            thread.join(20)
+        for client in clients:
+            assert client.status == 503, server.log()
+            assert [error["message"] for error in client.errors] == ["the server is stopping"]
+        assert call.error.endswith("the server is stopping"), call.error
+        assert [answer.status_code for answer in answers] == [503]
+        check_clean(server.log())
+
+
+def check_clean(log: str) -> None:
+    """Nothing in a log is somebody's surprise."""
+    words = ("Traceback", "ZMQError", "CancelledError", "ASGI", "never retrieved", "Cancel ")
+    assert not [word for word in words if word in log], log
+
+
+@pytest.mark.slow
+def test_clients_that_do_not_read_or_do_not_send_are_hung_up_on() -> None:
+    """A stream nobody reads, and a body that never ends, when the server stops."""
+    with echo_server({"ECHO_STEP_S": "0.0005"}, drain_timeout=0.1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"text": "x" * 3000, "stream": True, "sampling_params": LONG}).encode()
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            sockets = [
+                stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2)
+            ]
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sockets[0].sendall(head % len(body) + body)
+            sockets[1].sendall(head % len(body) + body[:100])
+            time.sleep(1.0)
+            assert server.stop() == 0
+        check_clean(server.log())
+
+
 def test_children_die_with_a_killed_server() -> None:
     with echo_server() as server:
         children = list(server.children().values())

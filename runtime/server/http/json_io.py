@@ -15,7 +15,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from statewise.runtime.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestError
+from statewise.runtime.errors import (
+    AbortedError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    InvalidRequestError,
+)
 
 T = TypeVar("T")
 
@@ -48,11 +53,14 @@ def encode_json(content: Any) -> bytes:
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """Return the whole body.
 
-    Raises BodyTooLargeError beyond `limit_bytes`, and BodyTimeoutError where it takes too long.
+    Raises BodyTooLargeError beyond `limit_bytes`, BodyTimeoutError where it takes too long, and
+    AbortedError where the client goes away amid it: nobody is there to read the answer.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _read_body(request, limit_bytes)
+    except ClientDisconnect:
+        raise AbortedError("the client went away amid its body") from None
     except TimeoutError:
         raise BodyTimeoutError(f"the body was not sent within {BODY_TIMEOUT_S:g} s") from None
 

@@ -253,3 +253,28 @@ def test_calls_are_answered_refused_or_time_out(world: World) -> None:
         await asyncio.gather(good, bad)
 
     run(world, body)
+
+
+def test_the_end_gives_everybody_a_refusal_and_tells_nobody_afterwards(world: World) -> None:
+    async def body() -> None:
+        call = asyncio.create_task(world.broker.call(links.SCHEDULER, "stats", {}))
+        await asyncio.sleep(0)
+        with world.broker.open([request("a"), request("b")]) as reply:
+            world.broker.end_all("the server is stopping")
+            ends = [delta.finish for _, delta in await reply.next()]
+            assert [(end.code, end.http_status, end.message) for end in ends if end] == [
+                ("refused", 503, "the server is stopping")
+            ] * 2
+            assert await reply.next() == []
+            world.back.send([TextDelta(reply.wire_rids[0], finish=FinishReason("stop"))])
+        with pytest.raises(RefusedError, match="stopping"):
+            await call
+        assert world.watcher.ends == ["error", "error"]
+        with world.broker.open([request("late")]):
+            asyncio.get_running_loop().call_soon(world.broker._drain)  # a look that was arranged
+            world.broker.close()
+            await asyncio.sleep(0)
+        with pytest.raises(RefusedError):
+            await world.broker.call(links.SCHEDULER, "stats", {})
+
+    run(world, body)
