@@ -83,6 +83,7 @@ def pin(
     *,
     backend: Any = None,
     cache_salt: str = "",
+    exact: bool = False,
     refresh: float = DEFAULT_REFRESH_S,
 ) -> Pin:
     """Compute a prefix now and keep it warm for `ttl` seconds (None: until released).
@@ -94,5 +95,5 @@ def pin(
         raise ValueError("an empty prefix cannot be pinned")
     if refresh <= 0 or (ttl is not None and ttl <= 0):
         raise ValueError("ttl and refresh must be positive")
-    hints = CacheHints(salt=cache_salt, checkpoint=True)
+    hints = CacheHints(salt=cache_salt, checkpoint=True, exact=exact)
     return Pin(defaults.resolve(backend), prefix, hints, ttl, refresh)

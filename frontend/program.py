@@ -80,12 +80,14 @@ class Function:
         backend: Any = None,
         use_thread: bool = True,
         cache_salt: str = "",
+        exact: bool = False,
         **kwargs: Any,
     ) -> ProgramState:
         """Run once; the remaining arguments are the program's.
 
         Sampling options are the defaults of every `gen`. `cache_salt` keeps this run's cached state
-        apart from that of other salts. Raises `ProgramError` at once with `use_thread=False`.
+        apart from that of other salts, `exact` has it rest on exact state only. Raises
+        `ProgramError` at once with `use_thread=False`.
         """
         return self._new_run(locals()).start()
 
@@ -133,6 +135,7 @@ class Function:
         generator_style: bool = False,
         return_exceptions: bool = False,
         cache_salt: str = "",
+        exact: bool = False,
     ) -> Any:
         """Run once for each item (a dict or a tuple of arguments); results in the items' order.
 
@@ -144,10 +147,11 @@ class Function:
         chosen = defaults.resolve(backend)
         bound = [self._item_arguments(item) for item in batch_kwargs]
         if len(bound) > 1:
-            self._publish_prefix(chosen, CacheHints(cache_salt, checkpoint=True))
+            self._publish_prefix(chosen, CacheHints(cache_salt, checkpoint=True, exact=exact))
 
         def run_item(arguments: inspect.BoundArguments) -> ProgramState:
-            state = Run(self.func, Session(chosen, options, salt=cache_salt), arguments).start()
+            session = Session(chosen, options, salt=cache_salt, exact=exact)
+            state = Run(self.func, session, arguments).start()
             state.sync()
             return state
 
@@ -192,6 +196,7 @@ class Function:
             given["stream"],
             given["use_thread"],
             given["cache_salt"],
+            given["exact"],
         )
         return Run(self.func, session, self.arguments(given["args"], given["kwargs"]))
 

@@ -28,6 +28,7 @@ class Session:
     stream: bool = False
     use_thread: bool = True
     salt: str = ""
+    exact: bool = False
     # ---
     changed: threading.Condition = field(default_factory=threading.Condition)
     body_thread: int = 0  # which thread runs the program's body; 0: none
@@ -38,7 +39,7 @@ class Session:
     @property
     def hints(self) -> CacheHints:
         """What an ordinary call asks of the cache."""
-        return CacheHints(salt=self.salt)
+        return CacheHints(salt=self.salt, exact=self.exact)
 
     def body_starts(self) -> None:
         """Expect the body to run in another thread."""

@@ -32,10 +32,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CacheHints:
-    """What a call asks of the cache: whose state to share, and whether to keep the prompt's end."""
+    """What a call asks of the cache.
+
+    Whose state to share, whether to keep the prompt's end, and whether to rest on exact state only.
+    """
 
     salt: str = ""
     checkpoint: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)

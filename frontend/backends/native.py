@@ -132,6 +132,8 @@ def _hinted(body: Body, hints: CacheHints) -> Body:
         body["cache_salt"] = hints.salt
     if hints.checkpoint:
         body["checkpoint"] = True
+    if hints.exact:
+        body["exact"] = True
     return body
 
 

@@ -179,6 +179,8 @@ class OpenAI:
             raise BackendError("the OpenAI interface takes no stop_regex")
         if hints.salt:
             body["cache_salt"] = hints.salt
+        if hints.exact:
+            body["exact"] = True
         return body
 
     def _logprobs(self, options: SamplingOptions) -> dict[str, Any]:

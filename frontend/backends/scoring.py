@@ -129,7 +129,8 @@ def _scores(
 
 
 def _hinted(body: dict[str, Any], hints: CacheHints) -> dict[str, Any]:
-    return {**body, "cache_salt": hints.salt} if hints.salt else body
+    salt = {"cache_salt": hints.salt} if hints.salt else {}
+    return {**body, **salt, **({"exact": True} if hints.exact else {})}
 
 
 def _meta(answer: Any) -> dict[str, Any]:

@@ -120,6 +120,7 @@ class Promotions:
         self._written = written
         self.observer: CostObserver | None = None  # told how long loads take
         self.open: set[Promotion] = set()  # not released, or not done
+        self._under_way: dict[Transfer, int] = {}  # bytes of the device's pages, as costs are in
         self.loaded_pages = Labelled(
             "Pages asked back from slower tiers, by tier, group and outcome.",
             "tier", "group", "outcome",
@@ -162,12 +163,14 @@ class Promotions:
     ) -> None:
         def ended(transfer: Transfer) -> None:
             promotion.waiting_for.discard(transfer)
+            del self._under_way[transfer]
             self.take_results(promotion, transfer, [page for page, _ in loads])
             if not promotion.waiting_for:
                 self._settle(promotion)
 
         transfer = self._tiers.load(tier, [load for _, load in loads], ended)
         promotion.waiting_for.add(transfer)
+        self._under_way[transfer] = self._device_bytes([page for page, _ in loads])
         self._learn_queue(tier)
 
     def is_loading(self, match: Match, position: int) -> bool:
@@ -207,7 +210,7 @@ class Promotions:
         """How long a new load would wait behind those that are queued."""
         if self.observer is None:
             return
-        queued = sum(t.size_bytes for p in self.open for t in p.waiting_for if t.tier is tier)
+        queued = sum(size for t, size in self._under_way.items() if t.tier is tier)
         cost = self.observer.model.tiers[tier]
         if queued or cost.queue_s:
             self.observer.observe_queue(tier, queued / cost.bytes_per_s)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from statewise.radix import Tier
 from statewise.radix.plan import RecoveryPlan
 from statewise.radix.schema import CacheSchema
+from statewise.runtime.counters import Labelled
 from statewise.runtime.events import MAX_PAGES, EventLog
 from statewise.runtime.tiers.store import Outcome
 from statewise.runtime.tiers.tiers import Dropped
@@ -36,6 +37,7 @@ class TierEvents:
     def __init__(self, schema: CacheSchema, events: EventLog) -> None:
         self._names = [spec.name for spec in schema.groups]
         self._events = events
+        self.dropped_pages = Labelled("Pages that a tier let go by itself.", "tier", "cause")
 
     def load_begun(self, rid: str, plan: RecoveryPlan) -> None:
         """Copies of what `plan` loads begin; `pages` of snapshots are boundaries."""
@@ -121,14 +123,14 @@ class TierEvents:
         )
 
     def dropped(self, dropped: Sequence[Dropped]) -> None:
-        """Tiers let go of pages by themselves: room, age, damage."""
-        if not self._events.is_on:
-            return
-        for tier in sorted({one.tier for one in dropped}):
-            mine = [one for one in dropped if one.tier is tier]
+        """Tiers let go of pages by themselves."""
+        for tier, why in sorted({(one.tier, one.why.value) for one in dropped}):
+            mine = [one for one in dropped if (one.tier, one.why.value) == (tier, why)]
+            self.dropped_pages.add(tier.name.lower(), why, amount=len(mine))
             self._events.emit(
                 "pages_dropped",
                 tier=tier.name.lower(),
+                cause=why,
                 num_pages=len(mine),
                 num_elsewhere=sum(one.elsewhere is not None for one in mine),
                 names=[one.key.hex() for one in mine[:MAX_PAGES]],

@@ -565,7 +565,7 @@ class EngineCore:
         owners: tuple[object, ...] = (self.counters, self.cache.counters, self.scheduler)
         if self.cache.tiering is not None:
             tiering = self.cache.tiering
-            owners = (*owners, tiering.promotions, tiering.meetings, tiering.probes)
+            owners = (*owners, tiering.told, tiering.promotions, tiering.meetings, tiering.probes)
         labelled = {n: d for owner in owners for n, d in labelled_of(owner).items()}
         return {
             "labelled": labelled | {"state_transitions": self.cache.transitions()},

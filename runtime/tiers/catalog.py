@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.disk_index import IndexRow
-from statewise.runtime.tiers.store import NO_HANDLE, HandleSource
+from statewise.runtime.tiers.store import NO_HANDLE, HandleSource, Loss
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Catalog:
         self._used: dict[int, float] = {}
         self._extents: dict[int, ExtentUse] = {}
         self._source = HandleSource()
-        self._dropped: list[tuple[int, bytes]] = []
+        self._dropped: list[tuple[int, bytes, Loss]] = []
         self._changes = Changes()
 
     def __len__(self) -> int:
@@ -166,8 +166,8 @@ class Catalog:
                     self._used[handle] = now
                     self._changes.used[row.key] = now
 
-    def remove(self, handles: Iterable[int], *, tell: bool) -> int:
-        """Forget pages; `tell`: `pop_dropped` shall name them. Returns how many there were."""
+    def remove(self, handles: Iterable[int], why: Loss | None = None) -> int:
+        """Forget pages; with `why`, `pop_dropped` names them. Returns how many there were."""
         count = 0
         with self._lock:
             for handle in handles:
@@ -178,20 +178,20 @@ class Catalog:
                 del self._rows[handle], self._handles[row.key], self._used[handle]
                 self._changes.removed.append(row.key)
                 self._changes.used.pop(row.key, None)
-                if tell:
-                    self._dropped.append((handle, row.key))
+                if why is not None:
+                    self._dropped.append((handle, row.key, why))
                 count += 1
         return count
 
-    def remove_at(self, handle: int, row: IndexRow) -> int:
+    def remove_at(self, handle: int, row: IndexRow, why: Loss) -> int:
         """Forget a page if it still lies at `row`; `pop_dropped` will name it."""
         with self._lock:
             if self._rows.get(handle) is not row:
                 return 0
-        return self.remove([handle], tell=True)
+        return self.remove([handle], why)
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
-        """(handle, key) of pages removed with `tell` since the last call."""
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
+        """(handle, key, why) of pages removed for a reason since the last call."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
             return dropped

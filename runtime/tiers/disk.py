@@ -44,7 +44,14 @@ from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.health import RETRY_S, Health
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageRecord
 from statewise.runtime.tiers.record import Header, RecordError, header_bytes
-from statewise.runtime.tiers.store import NO_HANDLE, Counters, Fetched, Outcome, TierStatus
+from statewise.runtime.tiers.store import (
+    NO_HANDLE,
+    Counters,
+    Fetched,
+    Loss,
+    Outcome,
+    TierStatus,
+)
 from statewise.runtime.tiers.writing import Batch
 
 logger = logging.getLogger(__name__)
@@ -133,15 +140,15 @@ class DiskTier:
 
     def free(self, handles: Sequence[int]) -> None:
         """See `TierStore`. The room comes back when the extent does."""
-        self._catalog.remove(handles, tell=False)
+        self._catalog.remove(handles)
 
     def report_corrupt(self, handle: int) -> None:
         """See `TierStore`."""
-        if self._catalog.remove([handle], tell=True):
+        if self._catalog.remove([handle], Loss.DAMAGED):
             self._counters.add("corrupt")
             self._counters.add("corrupt_payload")
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
         """See `TierStore`."""
         return self._catalog.pop_dropped()
 
@@ -237,7 +244,7 @@ class DiskTier:
         """See `TierStore`. The records' headers are overwritten, so that no scan finds them."""
         with self._write_lock:
             rows = [row for key in keys if (row := self._catalog.row_by_key(key)) is not None]
-            self._catalog.remove(self._catalog.find([row.key for row in rows]), tell=False)
+            self._catalog.remove(self._catalog.find([row.key for row in rows]))
             if self._opened is None or not rows:
                 return
             try:
@@ -292,7 +299,7 @@ class DiskTier:
                 hot.append((handle, row))
         survivors = self._read_records(hot)
         gone = [handle for handle, row, _ in pages if row.key not in survivors.keys]
-        self._counters.add("evicted", self._catalog.remove(gone, tell=True))
+        self._counters.add("evicted", self._catalog.remove(gone, Loss.ROOM))
         self._counters.add("extents_removed")
         self._drop_extent(victim)
         if not survivors.is_empty:
@@ -328,7 +335,7 @@ class DiskTier:
         """Drop expired pages and compact sparse extents; returns the bytes given back."""
         before = self._extents.total_bytes
         with self._write_lock:
-            self._counters.add("expired", self._catalog.remove(self._catalog.expired(), tell=True))
+            self._counters.add("expired", self._catalog.remove(self._catalog.expired(), Loss.AGE))
             if self._opened is None:
                 return 0
             for extent in self._extents.all():
@@ -373,13 +380,14 @@ class DiskTier:
     def _failed(self, handle: int, at: IndexRow, error: RecordError | OSError) -> Outcome:
         """Count a page that could not be read, and drop it unless the medium may recover."""
         if isinstance(error, FileNotFoundError):
-            self._catalog.remove_at(handle, at)
+            self._catalog.remove_at(handle, at, Loss.GONE)
             return Outcome.MISSING
         if isinstance(error, OSError):
             self._health.read_failed(error)
             return Outcome.FAILED
-        self._catalog.remove_at(handle, at)
-        if error.kind == "codec":
+        is_foreign = error.kind == "codec"
+        self._catalog.remove_at(handle, at, Loss.GONE if is_foreign else Loss.DAMAGED)
+        if is_foreign:
             self._counters.add("undecodable")
             return Outcome.MISSING
         self._counters.add("corrupt")

@@ -90,6 +90,10 @@ def open_directory(directory: Path, files: Files, bodies: Bodies, counters: Coun
         raise TierError(f"disk cache directory {directory}: {error}") from error
     try:
         check_is_ours(directory)
+    except BaseException:
+        lock.withdraw()
+        raise
+    try:
         _write_format(directory)
         files.make_directory(directory / EXTENTS)
         index, extents, rows = _open_all(directory, files, counters)

@@ -139,11 +139,37 @@ def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
 
 
 class DirectoryLock:
-    """The right of one process to a directory, held until `release` or the process's end."""
+    """The right of one process to a directory, held until `release` or the process's end.
+
+    Who takes a directory and then finds that it cannot be used leaves no lock file there
+    (`withdraw`). So a file that was locked is asked whether it is still the directory's: it may
+    have been removed by its owner just before.
+    """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / LOCK
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._path = directory / LOCK
+        is_current = False
+        while not is_current:
+            self._fd, self._is_new = self._open()
+            self._take(directory)
+            try:
+                is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:
+                os.close(self._fd)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _open(self) -> tuple[int, bool]:
+        """Descriptor of the lock file, and whether it was made just now."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(self._path, flags | os.O_EXCL, FILE_MODE), True
+        except FileExistsError:
+            return os.open(self._path, flags, FILE_MODE), False
+
+    def _take(self, directory: Path) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -155,8 +181,13 @@ class DirectoryLock:
                 f"the cache directory {directory} is in use by process {owner}; "
                 "give each server a directory of its own"
             ) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def withdraw(self) -> None:
+        """Give the directory up and leave no lock file that was not there before. Idempotent."""
+        if self._fd >= 0 and self._is_new:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self.release()
 
     def release(self) -> None:
         """Give the directory up. Idempotent."""

@@ -28,6 +28,7 @@ from statewise.runtime.tiers.store import (
     Counters,
     Fetched,
     HandleSource,
+    Loss,
     Outcome,
     TierError,
     TierStatus,
@@ -110,7 +111,7 @@ class HostTier:
         self._by_handle: dict[int, _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
         self._handles = HandleSource()
-        self._dropped: list[tuple[int, bytes]] = []
+        self._dropped: list[tuple[int, bytes, Loss]] = []
         self._counters = Counters()
         self.version = 0  # changes whenever a page was added
 
@@ -175,7 +176,7 @@ class HostTier:
         """See `TierStore`."""
         self.free([handle for handle in self.find(keys) if handle != NO_HANDLE])
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
         """See `TierStore`."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
@@ -297,7 +298,7 @@ class HostTier:
             kept = self._by_handle.get(handle)
             if kept is not None:
                 self._counters.add("corrupt")
-                self._dropped.append((handle, kept.record.address.key))
+                self._dropped.append((handle, kept.record.address.key, Loss.DAMAGED))
                 self._remove(kept)
 
     def close(self) -> None:
@@ -313,7 +314,7 @@ class HostTier:
         return self._groups[row.group]
 
     def _evict(self, kept: _Kept) -> None:
-        self._dropped.append((kept.handle, kept.record.address.key))
+        self._dropped.append((kept.handle, kept.record.address.key, Loss.ROOM))
         self._counters.add("evicted")
         self._remove(kept)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from statewise.runtime.clock import Clock
-from statewise.runtime.tiers.store import NO_HANDLE, HandleSource
+from statewise.runtime.tiers.store import NO_HANDLE, HandleSource, Loss
 
 KNOWN_S = 3600.0
 ABSENT_S = 30.0
@@ -49,7 +49,7 @@ class KnownPages:
         self._by_key: OrderedDict[bytes, Known] = OrderedDict()  # longest unconfirmed first
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._handles = HandleSource()
-        self._dropped: list[tuple[int, bytes]] = []
+        self._dropped: list[tuple[int, bytes, Loss]] = []
 
     # ---------------------------------------------------------------- present
 
@@ -87,22 +87,22 @@ class KnownPages:
                 self._remove(next(iter(self._by_key.values())))
             return known.handle
 
-    def forget(self, handle: int, *, tell: bool) -> None:
-        """A page is not there, or not wanted; `tell`: `pop_dropped` says so."""
+    def forget(self, handle: int, why: Loss | None = None) -> None:
+        """A page is not there, or not wanted; with `why`, `pop_dropped` says so."""
         with self._lock:
             known = self._by_handle.get(handle)
             if known is not None:
                 self._remove(known)
-                if tell:
-                    self._dropped.append((handle, known.key))
+                if why is not None:
+                    self._dropped.append((handle, known.key, why))
 
     def _remove(self, known: Known) -> None:
         """The lock is held."""
         if self._by_handle.pop(known.handle, None) is not None:
             del self._by_key[known.key]
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
-        """(handle, key) of pages that turned out not to be there since the last call."""
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
+        """(handle, key, why) of pages that turned out not to be there since the last call."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
             return dropped

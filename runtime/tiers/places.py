@@ -7,7 +7,7 @@
 What cannot work is an error of the first second, not one after the weights. The tiers themselves
 are opened later, and check again.
 
-This module opens no tier and leaves nothing behind but an empty directory.
+This module opens no tier and leaves nothing behind: no directory and no lock that was not there.
 """
 
 from __future__ import annotations
@@ -39,18 +39,25 @@ def check_places(directory: str = "", url: str = "", key_file: str = "") -> None
 
 
 def _check_directory(directory: Path) -> None:
-    probe = directory / "writable"
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         Files().make_directory(directory)
-        lock = DirectoryLock(directory)
-    except OSError as error:
-        raise TierError(f"disk cache directory {directory}: {error}") from error
-    try:
-        check_is_ours(directory)
-        probe.touch()
+        _try_out(directory)
     except OSError as error:
         raise TierError(f"disk cache directory {directory}: {error}") from error
     finally:
+        for made in missing:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _try_out(directory: Path) -> None:
+    probe = directory / "writable"
+    lock = DirectoryLock(directory)
+    try:
+        check_is_ours(directory)
+        probe.touch()
+    finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-        lock.release()
+        lock.withdraw()

@@ -46,6 +46,7 @@ from statewise.runtime.tiers.store import (
     NO_HANDLE,
     Counters,
     Fetched,
+    Loss,
     Outcome,
     TierError,
     TierStatus,
@@ -181,7 +182,7 @@ class RemoteTier:
     def free(self, handles: Sequence[int]) -> None:
         """See `TierStore`. Other servers may use the objects: they stay."""
         for handle in handles:
-            self._known.forget(handle, tell=False)
+            self._known.forget(handle)
 
     def report_corrupt(self, handle: int) -> None:
         """See `TierStore`. The object is not believed again before it is written anew."""
@@ -192,9 +193,9 @@ class RemoteTier:
         known = self._known.by_handle(handle)
         if known is not None:
             self._known.note_absent(known.key, math.inf)
-        self._known.forget(handle, tell=True)
+        self._known.forget(handle, Loss.DAMAGED)
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
         """See `TierStore`."""
         return self._known.pop_dropped()
 
@@ -265,7 +266,7 @@ class RemoteTier:
         """See `TierStore`. The objects are deleted, whoever wrote them."""
         for key, handle in zip(keys, self._known.find(keys), strict=True):
             self._known.note_absent(key, math.inf)
-            self._known.forget(handle, tell=False)
+            self._known.forget(handle)
         self._connections.each(self._delete, keys)
 
     def _delete(self, key: bytes) -> None:
@@ -358,7 +359,7 @@ class RemoteTier:
         got = self._get(known.key, size, "requests_read")
         if isinstance(got, Outcome):
             if got is Outcome.MISSING:
-                self._known.forget(handle, tell=True)
+                self._known.forget(handle, Loss.GONE)
             return Fetched(handle, got)
         row = self._arenas[known.group].take(1)[0]
         try:

@@ -64,6 +64,15 @@ class Fetched:
     reason: str = ""
 
 
+class Loss(enum.Enum):
+    """Why a store let go of a page by itself; the value is the word of metrics and events."""
+
+    ROOM = "room"  # others needed its place
+    AGE = "age"
+    DAMAGED = "damaged"
+    GONE = "gone"  # the medium has it no more, or nothing here can read it
+
+
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """One tier's figures. `state`: "online", "read only" or "offline".
@@ -148,8 +157,8 @@ class TierStore(Protocol):
         """Count and drop a page whose payload was found damaged where it landed."""
         ...
 
-    def pop_dropped(self) -> list[tuple[int, bytes]]:
-        """(handle, key) of pages dropped by the store itself since the last call."""
+    def pop_dropped(self) -> list[tuple[int, bytes, Loss]]:
+        """(handle, key, why) of pages dropped by the store itself since the last call."""
         ...
 
     def all_handles(self) -> list[int]:

@@ -44,6 +44,7 @@ from statewise.runtime.tiers.store import (
     NO_HANDLE,
     AskedStore,
     Counters,
+    Loss,
     Outcome,
     TierError,
     TierStatus,
@@ -83,6 +84,7 @@ class Dropped:
     handle: int
     key: bytes
     elsewhere: Location | None
+    why: Loss
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,8 @@ class Tiers:
         """Copies that stores dropped by themselves since the last call."""
         dropped = []
         for tier, store in self.stores.items():
-            for handle, key in store.pop_dropped():
-                dropped.append(Dropped(tier, handle, key, self._elsewhere(key)))
+            for handle, key, why in store.pop_dropped():
+                dropped.append(Dropped(tier, handle, key, self._elsewhere(key), why))
         return dropped
 
     def _elsewhere(self, key: bytes) -> Location | None:

@@ -86,9 +86,10 @@ def test_damage_found_while_loading_is_told_by_page_and_reported(events: Path) -
     assert failed[0]["reason"] == "digests differ"
     assert failed[0]["layers"] == 1
     dropped = read(events, "pages_dropped")
-    assert [(one["tier"], one["num_pages"], one["num_elsewhere"]) for one in dropped] == [
-        ("host", 1, 0)
-    ]
+    fields = ("tier", "cause", "num_pages", "num_elsewhere")
+    assert [tuple(one[name] for name in fields) for one in dropped] == [("host", "damaged", 1, 0)]
+    counted = scene.core.stats()["labelled"]["dropped_pages"]
+    assert counted["values"] == [[["host", "damaged"], 1]]
     assert len(dropped[0]["names"][0]) == 32
     text = "host: 1 page of 'full' from page 4 on: damaged (digests differ)"
     assert text in reason(scene, "again")

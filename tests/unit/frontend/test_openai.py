@@ -80,12 +80,13 @@ def test_completion_models_get_the_text(service: FakeService) -> None:
         s += "once" + sw.gen("x", n=2, max_tokens=3)
 
     say(service, "/completions", answer(" a", " b", chat=False))
-    state = program.run(backend=backend, top_k=5)
+    state = program.run(backend=backend, top_k=5, exact=True)
     assert state["x"] == [" a", " b"]
     assert state.text() == "once a"
     assert state.usage().prompt_tokens == 9
     (body,) = service.bodies("/completions")
     assert (body["prompt"], body["max_tokens"], body["n"], body["top_k"]) == ("once", 3, 2, 5)
+    assert body["exact"] is True
 
 
 def test_selection_is_held_to_the_choices(service: FakeService) -> None:

@@ -364,7 +364,28 @@ def test_salt_and_checkpoint_reach_the_server(service: FakeService) -> None:
     assert publish["checkpoint"] is True
     assert publish["cache_salt"] == generate["cache_salt"] == "tenant"
     assert "checkpoint" not in generate
+    assert "exact" not in generate
     assert [entry["kind"] for entry in state.cache_report()] == ["publish", "gen"]
+
+
+def test_exact_reaches_the_server_with_every_call(service: FakeService) -> None:
+    @sw.function
+    def program(s: Any) -> None:
+        s += "a"
+        s += sw.checkpoint()
+        s += sw.gen("x")
+        s += sw.select("y", ["k", "l"])
+
+    program.run(exact=True).sync()
+    assert len(service.bodies()) > 3
+    assert all(body["exact"] is True for body in service.bodies())
+    service.requests.clear()
+    program.run_batch([(), ()], exact=True)
+    assert all(body["exact"] is True for body in service.bodies())
+    service.requests.clear()
+    with sw.pin("prefix", exact=True):
+        pass
+    assert service.bodies()[0]["exact"] is True
 
 
 def test_usage_adds_up(service: FakeService) -> None:

@@ -14,7 +14,7 @@ import pytest
 from statewise.runtime.tiers.body import Bodies, Keys
 from statewise.runtime.tiers.disk_index import FILE_NAME, DiskIndex
 from statewise.runtime.tiers.page import GroupShape
-from statewise.runtime.tiers.store import NO_HANDLE, Outcome, TierError
+from statewise.runtime.tiers.store import NO_HANDLE, Loss, Outcome, TierError
 from support.tier_pages import (
     FULL,
     SHAPES,
@@ -138,6 +138,7 @@ def test_the_budget_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
     assert oldest == [NO_HANDLE] * 9
     dropped = disk.pop_dropped()
     assert len(dropped) == disk.status().counters["evicted"]
+    assert {why for *_, why in dropped} == {Loss.ROOM}
     assert disk.status().num_pages + len(dropped) == 180
     disk.close()
 
@@ -181,6 +182,7 @@ def test_old_pages_are_not_found_and_collected(tmp_path: Path) -> None:
     disk = open_disk(tmp_path / "c", clock=clock, ttl_s=100.0)
     assert disk.collect() > 0
     assert disk.status().counters["expired"] == 5
+    assert [why for *_, why in disk.pop_dropped()] == [Loss.AGE] * 5
     assert disk.status().num_pages == 3
     handles = disk.find([a.key for a in fresh])
     assert check_fetch(disk, handles, fresh, FULL) == [OK] * 3

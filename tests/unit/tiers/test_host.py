@@ -10,7 +10,7 @@ from statewise.runtime.clock import SystemClock
 from statewise.runtime.tiers import tiers
 from statewise.runtime.tiers.buffers import Arena, stacked
 from statewise.runtime.tiers.host import HostTier, slots_within
-from statewise.runtime.tiers.store import NO_HANDLE, Outcome, TierError
+from statewise.runtime.tiers.store import NO_HANDLE, Loss, Outcome, TierError
 from support.tier_pages import (
     FULL,
     SHAPES,
@@ -47,7 +47,10 @@ def test_a_full_group_evicts_its_oldest_and_no_other_groups() -> None:
     host.touch(handles[:1])
     assert host.oldest("full", 2) == handles[1:3]
     store_pages(host, addresses(2, seed=7))
-    assert host.pop_dropped() == [(handles[1], first[1].key), (handles[2], first[2].key)]
+    assert host.pop_dropped() == [
+        (handles[1], first[1].key, Loss.ROOM),
+        (handles[2], first[2].key, Loss.ROOM),
+    ]
     assert host.pop_dropped() == []
     assert check_fetch(host, kept, window, WINDOW) == [Outcome.OK] * 4
     assert host.status().pages_by_group == {"full": 4, "window": 4}
@@ -139,7 +142,7 @@ def test_damage_is_found_and_dropped() -> None:
     assert check_fetch(host, [handle], where, FULL) == [Outcome.CORRUPT]
     assert check_fetch(host, [handle], where, FULL) == [Outcome.MISSING]
     assert host.status().counters["corrupt"] == 1
-    assert host.pop_dropped() == [(handle, where[0].key)]
+    assert host.pop_dropped() == [(handle, where[0].key, Loss.DAMAGED)]
 
 
 def test_the_budget_is_split_by_weight_and_holds() -> None:

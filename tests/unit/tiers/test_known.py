@@ -6,7 +6,7 @@ import pytest
 
 from statewise.runtime.tiers import known
 from statewise.runtime.tiers.known import ABSENT_S, KNOWN_S, KnownPages
-from statewise.runtime.tiers.store import NO_HANDLE
+from statewise.runtime.tiers.store import NO_HANDLE, Loss
 from support.tier_pages import ManualClock
 
 
@@ -34,10 +34,10 @@ def test_knowledge_grows_old_and_is_confirmed() -> None:
 def test_what_is_forgotten_is_told_where_that_matters() -> None:
     pages = KnownPages(ManualClock())
     handles = [pages.learn(key, "full") for key in keys(3)]
-    pages.forget(handles[0], tell=True)
-    pages.forget(handles[1], tell=False)
-    pages.forget(handles[1], tell=True)
-    assert pages.pop_dropped() == [(handles[0], keys(1)[0])]
+    pages.forget(handles[0], Loss.GONE)
+    pages.forget(handles[1])
+    pages.forget(handles[1], Loss.GONE)
+    assert pages.pop_dropped() == [(handles[0], keys(1)[0], Loss.GONE)]
     assert pages.pop_dropped() == []
     assert pages.counts() == {"full": 1}
     assert pages.handles() == [handles[2]]

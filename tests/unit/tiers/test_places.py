@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,45 @@ def test_urls_that_cannot_be_say_why(url: str, says: str) -> None:
 
 
 def test_a_free_directory_is_left_as_it_was(tmp_path: Path) -> None:
-    check_places(str(tmp_path / "new"))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
-    check_places(str(tmp_path / "new"))
+    check_places(str(tmp_path / "new" / "deep"))
+    assert list(tmp_path.iterdir()) == []
+    check_places(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "lock").write_text("12345")
+    check_places(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"], "it was there"
+
+
+def test_a_directory_of_somebody_else_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    settings = TierSettings(disk_directory=str(tmp_path), disk_bytes=1 << 20)
+    for look in (
+        lambda: check_places(str(tmp_path)),
+        lambda: open_tiers(SHAPES, ArrayBlocks(SHAPES, 2), settings, ManualClock()),
+    ):
+        with pytest.raises(TierError, match=r"letter\.txt"):
+            look()
+        assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_lock_whose_file_was_removed_just_before_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking: who locks a file that is nowhere has locked nothing."""
+    first = DirectoryLock(tmp_path)
+    real, removed = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        if not removed:
+            removed.append(True)
+            first.withdraw()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    second = DirectoryLock(tmp_path)
+    with pytest.raises(TierError, match="in use"):
+        DirectoryLock(tmp_path)
+    second.release()
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

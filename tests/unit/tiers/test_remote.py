@@ -15,7 +15,7 @@ from statewise.runtime.clock import SystemClock
 from statewise.runtime.tiers.body import Bodies, Keys
 from statewise.runtime.tiers.copies import Copier
 from statewise.runtime.tiers.remote import RemoteTier, object_name, open_url
-from statewise.runtime.tiers.store import NO_HANDLE, Outcome, TierError
+from statewise.runtime.tiers.store import NO_HANDLE, Loss, Outcome, TierError
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import EngineOptions, TransferEngine
 from support.tier_blocks import ArrayBlocks
@@ -109,7 +109,7 @@ def test_deleted_objects_are_a_miss(objects: Any) -> None:
     handles = store_pages(remote, where)
     obstore.delete(objects, object_name(where[0].key))
     assert check_fetch(remote, handles, where, FULL) == [Outcome.MISSING, Outcome.OK]
-    assert remote.pop_dropped() == [(handles[0], where[0].key)]
+    assert remote.pop_dropped() == [(handles[0], where[0].key, Loss.GONE)]
     remote.close()
 
 
