@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROW_MAJOR, TILES = range(2)  # packing of a linear layer's weight
+ROW_MAJOR, TILES, CODED = range(3)  # packing of a linear layer's weight
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 _P = ctypes.c_void_p
@@ -78,7 +78,9 @@ class ActParams(ctypes.Structure):
 class LinearParams(ctypes.Structure):
     """Linear layer."""
 
-    _fields_ = fields("x weight bias out", "rows in_dim out_dim x_stride", "dtype packing")
+    _fields_ = fields(
+        "x weight bias out", "rows in_dim out_dim x_stride", "dtype packing code_form reserved"
+    )
 
 
 class DigestParams(ctypes.Structure):
@@ -91,6 +93,14 @@ class TileParams(ctypes.Structure):
     """Packing weights into tiles, and unpacking rows."""
 
     _fields_ = fields("weight tiles rows out", "in_dim out_dim num_rows")
+
+
+class CodedParams(ctypes.Structure):
+    """Packing codes of weights, and unpacking rows."""
+
+    _fields_ = fields(
+        "codes scales offsets coded rows out", "in_dim out_dim num_rows", "code_form reserved"
+    )
 
 
 class BlockRowsParams(ctypes.Structure):
@@ -117,4 +127,5 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     TileParams,
     BlockRowsParams,
     QuantiseParams,
+    CodedParams,
 )

@@ -39,6 +39,7 @@ _SHARED_SOURCES = (
     "work",
     "top",
     "tiles",
+    "coded",
     "library",
     "sparse_library",
     "isa_portable",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from statewise.kernels import abi, native
+from statewise.kernels.coded import CodedWeight, Codes, fits_codes, pack_codes
 from statewise.kernels.huge_pages import HugePages
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout
@@ -252,6 +253,9 @@ class CpuOps(CpuRecurrentOps):
         p = abi.LinearParams()
         if isinstance(weight, TileWeight):
             p.weight, p.packing = weight.tiles.data_ptr(), abi.TILES
+        elif isinstance(weight, CodedWeight):
+            p.weight, p.packing = weight.coded.data_ptr(), abi.CODED
+            p.code_form = weight.code_form
         else:
             p.weight = weight.data_ptr()
         p.x, p.out = x.data_ptr(), out.data_ptr()
@@ -278,9 +282,19 @@ class CpuOps(CpuRecurrentOps):
             return pack_tiles(weight, self._pages)
         return self._pages.copy_of(weight)
 
+    def pack_codes(self, codes: Codes) -> CodedWeight | None:
+        """Keep codes in place of tiles, on huge pages; None where `pack` would not make tiles."""
+        is_small = codes.codes.size * torch.bfloat16.itemsize < MIN_PACKED_BYTES
+        if is_small or not self._has_tiles or not fits_codes(codes):
+            return None
+        return pack_codes(codes, self._pages)
+
     def rows(self, weight: Any, indices: Tensor) -> Tensor:
         """Return rows [n] of a weight or of what `pack` returned."""
-        return weight.rows(indices) if isinstance(weight, TileWeight) else weight[indices]
+        if isinstance(weight, TileWeight | CodedWeight):
+            return weight.rows(indices)
+        rows: Tensor = weight[indices]
+        return rows
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -321,6 +335,6 @@ def _linear_fits(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
         return False
     if weight.shape[-1] != x.shape[-1]:
         raise ValueError(f"a weight {list(weight.shape)} does not take rows {list(x.shape)}")
-    if isinstance(weight, TileWeight):
+    if isinstance(weight, TileWeight | CodedWeight):
         return x.dtype == torch.bfloat16
     return bool(weight.dtype == x.dtype and weight.is_contiguous() and weight.dim() == 2)

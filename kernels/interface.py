@@ -28,6 +28,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from statewise.kernels.coded import Codes
+
 
 @dataclass(frozen=True)
 class AttentionGeometry:
@@ -208,6 +210,14 @@ class Ops(Protocol):
 
     def pack(self, weight: Tensor) -> Any:
         """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
+        ...
+
+    def pack_codes(self, codes: Codes) -> Any | None:
+        """Like `pack`, for a bfloat16 weight that a quantised file keeps as codes.
+
+        Results are those of the dequantised weight, bit for bit. None where such a weight had
+        better be packed as numbers.
+        """
         ...
 
     def rows(self, weight: Any, indices: Tensor) -> Tensor:

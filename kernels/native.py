@@ -24,7 +24,7 @@ LIBRARY_PATH = Path(__file__).resolve().parent / build.LIBRARY_NAME
 _OPERATIONS = (
     *("sw_attention", "sw_append", "sw_rms_norm", "sw_rope", "sw_gated_act"),
     *("sw_linear", "sw_pack_tiles", "sw_unpack_rows", "sw_digest", "sw_block_rows"),
-    "sw_quantise",
+    *("sw_quantise", "sw_pack_codes", "sw_unpack_coded_rows", "sw_coded_bytes"),
     *("sw_sparse_attend", "sw_select", "sw_pool_windows"),
     *("sw_delta_rule", "sw_causal_conv", "sw_sinkhorn"),
 )
@@ -42,6 +42,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.sw_set_isa.argtypes = [ctypes.c_char_p]
     library.sw_struct_size.restype = ctypes.c_int64
     library.sw_sparse_struct_size.restype = ctypes.c_int64
+    library.sw_coded_bytes.restype = ctypes.c_int64
     for name in _OPERATIONS:
         getattr(library, name).argtypes = [ctypes.c_void_p]
     return library

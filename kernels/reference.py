@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from statewise.kernels import row_steps
+from statewise.kernels.coded import Codes
 from statewise.kernels.interface import AttentionGeometry, BatchLayout
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
 from statewise.kernels.recurrent_reference import causal_conv, delta_rule
@@ -242,6 +244,11 @@ class TorchOps:
     def pack(self, weight: Tensor) -> Tensor:
         """Return the weight itself."""
         return weight
+
+    def pack_codes(self, codes: Codes) -> Any | None:
+        """Nothing is gained by codes here."""
+        del codes
+        return None
 
     def rows(self, weight: Tensor, indices: Tensor) -> Tensor:
         """Return the rows."""

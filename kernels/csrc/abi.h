@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -101,7 +101,7 @@ struct ActParams {
   int32_t kind;
 };
 
-enum Packing : int32_t { kRowMajor = 0, kTiles = 1 };  // kTiles: see tiles.h
+enum Packing : int32_t { kRowMajor = 0, kTiles = 1, kCoded = 2 };  // see tiles.h, coded.h
 
 struct LinearParams {
   const void* x;       // [rows, in], row stride x_stride
@@ -114,6 +114,8 @@ struct LinearParams {
   int64_t x_stride;
   int32_t dtype;  // of everything
   int32_t packing;  // of the weight
+  int32_t code_form;  // of a coded one
+  int32_t reserved;
 };
 
 // Packing [out_dim, in] bfloat16 weights into tiles, and unpacking some rows of them.
@@ -125,6 +127,21 @@ struct TileParams {
   int64_t in_dim;       // a multiple of 32
   int64_t out_dim;
   int64_t num_rows;
+};
+
+// The same for weights kept as codes; see coded.h.
+struct CodedParams {
+  const int8_t* codes;   // pack: [out_dim, in]
+  const void* scales;    // pack: [out_dim, in / 32 * subs] float16 or float32
+  const void* offsets;   // pack: the same, or null
+  void* coded;           // `coded_bytes`
+  const int64_t* rows;   // unpack: [num_rows] numbers below out_dim
+  void* out;             // unpack: [num_rows, in] bfloat16
+  int64_t in_dim;        // a multiple of 32
+  int64_t out_dim;
+  int64_t num_rows;
+  int32_t code_form;
+  int32_t reserved;
 };
 
 struct DigestParams {

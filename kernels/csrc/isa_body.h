@@ -8,6 +8,7 @@
 #endif
 
 #include "abi.h"
+#include "coded.h"
 #include "isa.h"
 #include "pool.h"
 #include "work.h"
@@ -36,6 +37,7 @@ void set_use_tiles(bool tiles) { use_tiles = tiles; }
 #ifdef SW_AMX
 #include "amx.inc.h"
 #include "attention_amx.inc.h"
+#include "expand_amx.inc.h"
 #include "linear_amx.inc.h"
 #endif
 #include "attend.inc.h"

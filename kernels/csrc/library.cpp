@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "abi.h"
+#include "coded.h"
 #include "isa.h"
 #include "library.h"
 #include "pool.h"
@@ -138,6 +139,7 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 6: return sizeof(sw::TileParams);
     case 7: return sizeof(sw::BlockRowsParams);
     case 8: return sizeof(sw::QuantiseParams);
+    case 9: return sizeof(sw::CodedParams);
     default: return 0;
   }
 }
@@ -208,6 +210,19 @@ SW_EXPORT int32_t sw_pack_tiles(sw::TileParams* p) {
 
 SW_EXPORT int32_t sw_unpack_rows(sw::TileParams* p) {
   sw::unpack_rows(*p);
+  return sw::kOk;
+}
+
+SW_EXPORT int64_t sw_coded_bytes(sw::CodedParams* p) { return sw::coded_bytes(*p); }
+
+SW_EXPORT int32_t sw_pack_codes(sw::CodedParams* p) {
+  const std::lock_guard<std::mutex> hold(sw::g_lock);
+  sw::pack_codes(*p);
+  return sw::kOk;
+}
+
+SW_EXPORT int32_t sw_unpack_coded_rows(sw::CodedParams* p) {
+  sw::unpack_coded_rows(*p);
   return sw::kOk;
 }
 

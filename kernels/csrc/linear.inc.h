@@ -106,16 +106,16 @@ void linear_panel(const LinearParams& p, int64_t n) {
   for (; row < p.rows; ++row) one_row<D, Dot>(p, panel, n, row);
 }
 
-// run(first, last) over [0, panels) in items of about kItemBytes of weights.
+// run(first, last, thread) over [0, panels) in items of about kItemBytes of weights.
 template <typename F>
 void over_panels(int64_t panels, int64_t panel_bytes, const F& run) {
   const int64_t step = most<int64_t>(1, kItemBytes / panel_bytes);
   if (panels <= step) {
-    run((int64_t)0, panels);
+    run((int64_t)0, panels, 0);
     return;
   }
-  parallel_for((panels + step - 1) / step, [&](int64_t i, int) {
-    run(i * step, least(panels, (i + 1) * step));
+  parallel_for((panels + step - 1) / step, [&](int64_t i, int thread) {
+    run(i * step, least(panels, (i + 1) * step), thread);
   });
 }
 
@@ -123,7 +123,7 @@ template <typename D, bool Dot>
 int linear_direct(const LinearParams& p) {
   const int64_t panels = (p.out_dim + W - 1) / W;
   over_panels(panels, W * p.in_dim * (int64_t)sizeof(typename D::T),
-              [&](int64_t first, int64_t last) {
+              [&](int64_t first, int64_t last, int) {
                 for (int64_t i = first; i < last; ++i) linear_panel<D, Dot>(p, i * W);
               });
   return kOk;

@@ -18,7 +18,7 @@ inline int linear(const LinearParams& p, void* workspace) {
 
 inline int64_t linear_workspace_bytes(const LinearParams& p) {
 #ifdef SW_AMX
-  if (linear_fits_tiles(p)) return tile_x_bytes(p);
+  if (linear_fits_tiles(p)) return tile_workspace_bytes(p);
 #endif
   (void)p;
   return 0;

@@ -1,4 +1,4 @@
-"""GGUF storage types to float32, vectorised over blocks, bit-equal to the `gguf` package.
+"""GGUF storage types to codes and float32, vectorised over blocks, bit-equal to the `gguf` package.
 
 Layouts (from the GGML sources; d, m: float16 scale and minimum, q: packed weights):
 
@@ -11,14 +11,17 @@ Layouts (from the GGML sources; d, m: float16 scale and minimum, q: packed weigh
     Q5_K  d m | s t | h bit[256] | q u4[256]   x = d*s*(q+16h) - m*t
     Q6_K  q u4[256] | h u2[256] | s i8[16] | d x = d*s*(q+4h-32)     16 sub-blocks of 16
 
+All of them are x = scale * code + offset, with one scale and one offset for each sub-block.
+
 This module does not know tensors or files: it maps bytes to numbers.
 
-Shapes: N blocks.
+Shapes: N blocks, S sub-blocks of a block, W weights of a sub-block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from statewise.runtime.models.gguf_file import QuantType
 
 Bytes = NDArray[np.uint8]
+Int8 = NDArray[np.int8]
 Float32 = NDArray[np.float32]
 
 BIT_SHIFTS = np.arange(32, dtype=np.uint32)
@@ -34,19 +38,41 @@ PAIRS = np.array([0, 2, 4, 6], dtype=np.uint8)
 BITS = np.arange(8, dtype=np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedBlocks:
+    """Weights of N blocks: scales * codes (+ offsets)."""
+
+    codes: Int8  # [N, S, W]
+    scales: Float32  # [N, S, 1]
+    offsets: Float32 | None = None  # [N, S, 1]
+
+
 def dequantise(data: Bytes, quant: QuantType) -> Float32:
     """Weights of whole blocks of bytes [N * block_bytes] -> [N * block_size] float32."""
     if quant.name in PLAIN:
         return PLAIN[quant.name](data)
-    blocks = data.reshape(-1, quant.block_bytes)
     with np.errstate(invalid="ignore", over="ignore"):  # a corrupt scale is a NaN, not a warning
-        return BLOCKS[quant.name](blocks).reshape(-1)
+        blocks = coded_blocks(data, quant)
+        weights = blocks.scales * blocks.codes
+        if blocks.offsets is not None:
+            weights += blocks.offsets
+    return weights.reshape(-1)
+
+
+def has_codes(quant: QuantType) -> bool:
+    """Whether the type stores weights as codes."""
+    return quant.name in BLOCKS
+
+
+def coded_blocks(data: Bytes, quant: QuantType) -> CodedBlocks:
+    """What whole blocks of bytes [N * block_bytes] hold, for types that have codes."""
+    return BLOCKS[quant.name](data.reshape(-1, quant.block_bytes))
 
 
 def _half(blocks: Bytes, at: int) -> Float32:
-    """[N, 1] float16 at byte `at` of each block."""
+    """[N, 1, 1] float16 at byte `at` of each block."""
     column = np.ascontiguousarray(blocks[:, at : at + 2])
-    return column.view(np.float16).astype(np.float32)
+    return column.view(np.float16).astype(np.float32)[:, :, None]
 
 
 def _nibbles(packed: Bytes) -> Bytes:
@@ -64,26 +90,31 @@ def _bf16(data: Bytes) -> Float32:
     return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q8_0(blocks: Bytes) -> Float32:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
+def _signed(codes: Bytes, zero: int = 0) -> Int8:
+    """[N, 1, W] codes less their zero."""
+    return codes.view(np.int8)[:, None] - np.int8(zero)
 
 
-def _q4_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.int8) - np.int8(8))
+def _q8_0(blocks: Bytes) -> CodedBlocks:
+    return CodedBlocks(_signed(blocks[:, 2:]), _half(blocks, 0))
 
 
-def _q4_1(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+def _q4_0(blocks: Bytes) -> CodedBlocks:
+    return CodedBlocks(_signed(_nibbles(blocks[:, 2:]), 8), _half(blocks, 0))
 
 
-def _q5_0(blocks: Bytes) -> Float32:
-    weights = (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).astype(np.int8)
-    return _half(blocks, 0) * (weights - np.int8(16))
+def _q4_1(blocks: Bytes) -> CodedBlocks:
+    return CodedBlocks(_signed(_nibbles(blocks[:, 4:])), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q5_1(blocks: Bytes) -> Float32:
-    weights = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return _half(blocks, 0) * weights + _half(blocks, 2)
+def _q5_0(blocks: Bytes) -> CodedBlocks:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return CodedBlocks(_signed(codes, 16), _half(blocks, 0))
+
+
+def _q5_1(blocks: Bytes) -> CodedBlocks:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return CodedBlocks(_signed(codes), _half(blocks, 0), _half(blocks, 2))
 
 
 def _sub_scales(blocks: Bytes) -> tuple[Float32, Float32]:
@@ -95,10 +126,7 @@ def _sub_scales(blocks: Bytes) -> tuple[Float32, Float32]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    return (
-        (_half(blocks, 0) * scales)[:, :, None],
-        (_half(blocks, 2) * minima)[:, :, None],
-    )
+    return _half(blocks, 0) * scales[:, :, None], _half(blocks, 2) * minima[:, :, None]
 
 
 def _k_nibbles(packed: Bytes) -> Bytes:
@@ -108,23 +136,24 @@ def _k_nibbles(packed: Bytes) -> Bytes:
     return nibbles.reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Bytes) -> Float32:
+def _q4_k(blocks: Bytes) -> CodedBlocks:
     scales, minima = _sub_scales(blocks)
-    return scales * _k_nibbles(blocks[:, 16:]) - minima
+    return CodedBlocks(_k_nibbles(blocks[:, 16:]).view(np.int8), scales, -minima)
 
 
-def _q5_k(blocks: Bytes) -> Float32:
+def _q5_k(blocks: Bytes) -> CodedBlocks:
     scales, minima = _sub_scales(blocks)
     high = (blocks[:, 16:48].reshape(-1, 1, 32) >> BITS[:, None]) & 1
-    return scales * (_k_nibbles(blocks[:, 48:]) | (high << 4)) - minima
+    codes = _k_nibbles(blocks[:, 48:]) | (high << 4)
+    return CodedBlocks(codes.view(np.int8), scales, -minima)
 
 
-def _q6_k(blocks: Bytes) -> Float32:
+def _q6_k(blocks: Bytes) -> CodedBlocks:
     low = (blocks[:, :128].reshape(-1, 2, 1, 64) >> NIBBLES[:, None]) & 0x0F
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> PAIRS[:, None]) & 0x03
     weights = low.reshape(-1, 16, 16) | (high.reshape(-1, 16, 16) << 4)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32) * _half(blocks, 208)
-    return scales[:, :, None] * (weights.astype(np.int8) - np.int8(32))
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)[:, :, None] * _half(blocks, 208)
+    return CodedBlocks(weights.astype(np.int8) - np.int8(32), scales)
 
 
 PLAIN: dict[str, Callable[[Bytes], Float32]] = {
@@ -132,7 +161,7 @@ PLAIN: dict[str, Callable[[Bytes], Float32]] = {
     "F16": lambda data: data.view("<f2").astype(np.float32),
     "BF16": _bf16,
 }
-BLOCKS: dict[str, Callable[[Bytes], Float32]] = {
+BLOCKS: dict[str, Callable[[Bytes], CodedBlocks]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from statewise.kernels.coded import Codes
 from statewise.runtime.models.gguf_file import GgufFile, GgufTensor
 from statewise.runtime.models.gguf_names import (
     PERMUTED_ARCHITECTURES,
@@ -22,7 +23,7 @@ from statewise.runtime.models.gguf_names import (
     gguf_architecture,
     hf_tensor_name,
 )
-from statewise.runtime.models.gguf_quants import dequantise
+from statewise.runtime.models.gguf_quants import coded_blocks, dequantise, has_codes
 
 PIECE_WEIGHTS = 1 << 17  # weights dequantised at once: half a MiB of float32
 
@@ -70,6 +71,24 @@ class GgufSource:
         self._dequantise_into(name, out)
         if self._arch == "gemma3" and name.endswith("norm.weight"):
             out.sub_(1.0)
+
+    def codes(self, name: str) -> Codes | None:
+        """A quantised matrix as the codes that the file holds; None for any other tensor."""
+        tensor = self._tensors[name]
+        if not has_codes(tensor.type) or len(tensor.shape) != 2:
+            return None
+        num_rows, width = tensor.shape
+        with np.errstate(invalid="ignore", over="ignore"):
+            blocks = coded_blocks(self._file.data(tensor), tensor.type)
+        codes = Codes(
+            blocks.codes.reshape(num_rows, width),
+            blocks.scales.reshape(num_rows, -1),
+            None if blocks.offsets is None else blocks.offsets.reshape(num_rows, -1),
+        )
+        if not self._is_permuted(name):
+            return codes
+        order = np.arange(num_rows).reshape(-1, self._head_dim // 2, 2)
+        return codes.rows(order.transpose(0, 2, 1).reshape(-1))
 
     def buffers(self) -> Iterator[tuple[str, memoryview]]:
         """Identity and bytes of every tensor, by name."""

@@ -33,6 +33,15 @@ class Build:
     ops: Ops
     ropes: dict[RopeConfig, RopeTable]  # one table for all layers with the same rope
 
+    def packed(self, names: list[str], rows: list[int], in_features: int) -> Any:
+        """Several matrices over the same inputs as one, packed for `Ops.linear`."""
+        codes = self.reader.codes(names, rows, in_features)
+        kept = None if codes is None else self.ops.pack_codes(codes)
+        if kept is not None:
+            self.reader.taken(names)
+            return kept
+        return self.ops.pack(self.reader.stacked(names, rows, in_features))
+
 
 class Norm:
     """RMS norm of the last dimension; multiplies by (offset + weight)."""
@@ -59,9 +68,8 @@ class Projection:
         self, build: Build, names: list[str], rows: list[int], in_features: int, has_bias: bool
     ) -> None:
         reader = build.reader
-        weight = reader.stacked([f"{n}.weight" for n in names], rows, in_features)
         self.ops = build.ops
-        self.weight: Any = build.ops.pack(weight)
+        self.weight: Any = build.packed([f"{n}.weight" for n in names], rows, in_features)
         self.bias = reader.stacked([f"{n}.bias" for n in names], rows) if has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -145,14 +153,17 @@ class Embedding:
         config, reader = build.config, build.reader
         shape = [config.vocab_size, config.hidden_size]
         self.ops = build.ops
-        weight = reader.tensor("model.embed_tokens.weight", shape)
         self.scale: Tensor | None = None
         if config.embedding_scale != 1.0:
             # Rounded to the weights' type before it multiplies, as the model was trained.
-            self.scale = torch.tensor(config.embedding_scale).to(weight.dtype)
-        tied = config.tied_embeddings
-        self.head: Any = build.ops.pack(weight if tied else reader.tensor("lm_head.weight", shape))
-        self.weight: Any = self.head if tied else weight  # one copy serves both
+            self.scale = torch.tensor(config.embedding_scale).to(reader.dtype)
+        table = "model.embed_tokens.weight"
+        if config.tied_embeddings:  # one copy serves both
+            self.weight: Any = build.packed([table], shape[:1], shape[1])
+            self.head: Any = self.weight
+        else:
+            self.weight = reader.tensor(table, shape)
+            self.head = build.packed(["lm_head.weight"], shape[:1], shape[1])
         self.final_soft_cap = config.final_soft_cap
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -99,6 +99,10 @@ class SafetensorsSource:
         )
         out.copy_(flat.view(entry.shape))
 
+    def codes(self, name: str) -> None:
+        """No matrix is kept as codes that the kernels know."""
+        del name
+
     def buffers(self) -> Iterator[tuple[str, memoryview]]:
         """Identity and bytes of every tensor, by name."""
         for name, entry in sorted(self._entries.items()):

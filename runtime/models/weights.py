@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from statewise.kernels.coded import Codes, stacked
 from statewise.runtime.errors import ModelLoadError
 
 Progress = Callable[[int, int, str], None]  # bytes read, bytes in all, tensor just read
@@ -52,6 +53,10 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Write a tensor to `out` (same shape, any float dtype)."""
+        ...
+
+    def codes(self, name: str) -> Codes | None:
+        """Codes of a matrix, where the file keeps such; they give what `read_into` gives."""
         ...
 
     def buffers(self) -> Iterator[tuple[str, memoryview]]:
@@ -117,6 +122,24 @@ class WeightReader:
             first += count
         return out
 
+    def codes(self, names: Sequence[str], rows: Sequence[int], width: int) -> Codes | None:
+        """What `stacked` returns, as the codes that the file holds; None where it holds others.
+
+        `taken` says that they are kept.
+        """
+        if self.dtype != torch.bfloat16:
+            return None
+        for name, count in zip(names, rows, strict=True):
+            self._check(name, (count, width))
+        parts = [self._source.codes(name) for name in names]
+        found = [part for part in parts if part is not None]
+        return stacked(found) if len(found) == len(parts) else None
+
+    def taken(self, names: Sequence[str]) -> None:
+        """Tensors were read by `codes`."""
+        for name in names:
+            self._note_read(name)
+
     def finish(self, may_be_unread: Callable[[str], bool]) -> str:
         """Check that nothing is left over; return the fingerprint of the weights, as hex."""
         extra = sorted(n for n in self._unread if not may_be_unread(n))
@@ -143,6 +166,9 @@ class WeightReader:
 
     def _read(self, name: str, out: Tensor) -> None:
         self._source.read_into(name, out)
+        self._note_read(name)
+
+    def _note_read(self, name: str) -> None:
         self._unread.discard(name)
         self._read_bytes += self._source.size_bytes(name)
         if self._progress is not None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
 
+from statewise.kernels import native
+from statewise.kernels.cpu_backend import CpuAttention, CpuOps
 from statewise.runtime.models.gguf_file import QUANT_TYPES, GgufFile
-from statewise.runtime.models.gguf_quants import dequantise
+from statewise.runtime.models.gguf_quants import dequantise, has_codes
+from statewise.runtime.models.gguf_source import GgufSource
 from statewise.runtime.models.inspection import inspect_model
 from statewise.runtime.models.tiny import TinySize
 from support.model_driver import ModelDriver
@@ -45,7 +48,9 @@ def test_dequantising_any_bytes_equals_the_gguf_package(quant: Quant) -> None:
     ours = dequantise(data, QUANT_TYPES[quant])
     with np.errstate(all="ignore"):
         theirs = gguf.quants.dequantize(data.reshape(1, -1), quant).reshape(-1)
-    assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+    is_number = ~np.isnan(theirs)
+    assert np.array_equal(np.isnan(ours), ~is_number)
+    assert np.array_equal(ours[is_number].view(np.uint32), theirs[is_number].view(np.uint32))
 
 
 @pytest.mark.slow
@@ -87,6 +92,50 @@ def test_whole_model_equals_its_directory(arch: str, tmp_path: Path) -> None:
     ours = ModelDriver(load_tiny(file)).step(ids)[0]
     theirs = ModelDriver(load_tiny(directory)).step(ids)[0]
     assert (ours - theirs).abs().max() < 1e-5  # Gemma's stored +1 rounds
+
+
+@pytest.mark.parametrize(
+    "quant", [Quant(t) for t, kind in QUANT_TYPES.items() if has_codes(kind)], ids=lambda q: q.name
+)
+def test_codes_are_what_dequantising_gives(quant: Quant, tmp_path: Path) -> None:
+    kind = QUANT_TYPES[quant]
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    rng = np.random.default_rng(2)
+    data = rng.integers(0, 256, (128, 512 // kind.block_size * kind.block_bytes), dtype=np.uint8)
+    for name in ("blk.0.attn_k.weight", "blk.0.attn_v.weight"):  # rows of the first are permuted
+        writer.add_tensor(name, data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = GgufSource(GgufFile(tmp_path / "one.gguf"), head_dim=64)
+    for name in source.names():
+        expected = torch.empty(source.shape(name))
+        source.read_into(name, expected)
+        codes = source.codes(name)
+        assert codes is not None
+        with np.errstate(all="ignore"):
+            found = torch.from_numpy(codes.numbers())
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the native library")
+@pytest.mark.parametrize("quant", [Quant.Q4_1, Quant.Q5_0, Quant.Q8_0], ids=lambda q: q.name)
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_a_model_of_codes_equals_its_dequantised_one(
+    arch: str, quant: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tiny_model(arch, WIDE), tmp_path / "model.gguf", quant)
+    ids = token_ids()
+
+    def logits() -> torch.Tensor:
+        model = load_tiny(file, torch.bfloat16, ops=CpuOps())
+        driver = ModelDriver(model, backend=CpuAttention())
+        return torch.cat([driver.step(part)[0] for part in (ids[:50], ids[50:51], ids[51:])])
+
+    coded = logits()
+    monkeypatch.setattr(CpuOps, "pack_codes", lambda self, codes: None)
+    assert torch.equal(coded, logits())
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
