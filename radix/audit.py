@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,8 +87,8 @@ def _counts(pins: WindowPins) -> tuple[Int64, Int64]:
     """(locks, keeps) [num_pages] without what marks pages that are not on the device."""
     blocks = pins.node.segments[pins.group].table[BLOCK]
     absent = np.where(blocks < 0, ABSENT, 0)
-    locks = np.array(pins.locks, dtype=np.int64)
-    return locks - absent, np.array(pins.needs, dtype=np.int64) - locks
+    locks, needs = (np.array(row, dtype=np.int64) for row in pins.per_page())
+    return locks - absent, needs - locks
 
 
 def _check_protection(topology: Topology, node: Node) -> None:
@@ -145,7 +146,13 @@ def _transient(pins: WindowPins) -> int:
     locks, kept = _counts(pins)
     count = int(np.count_nonzero(present & (locks == 0) & (kept == 0)))
     assert count == pins.num_transient, "transient pages"
-    assert len(pins.transient_pages(len(present) + 1)) == count, "each of them is found"
+    if count:
+        start, stop = pins.first_transient(len(present))
+        first = int(np.flatnonzero(present & (locks == 0) & (kept == 0))[0])
+        assert start == first < stop, "the first of them is found"
+    runs = list(zip(pins.locks, pins.needs, strict=True))
+    assert all(a != b for a, b in pairwise(runs)), "runs next to each other differ"
+    assert all(a < b for a, b in pairwise([0, *pins.ends])), "no run is empty"
     return count
 
 

@@ -40,8 +40,19 @@ class Prices:
         self._have, self._cost = have, cost
         starts = np.arange(have.num_pages + 1) * have.page_size
         self.prefill = cost.spans_s(starts, np.full_like(starts, prompt_len))
+        self._fronts: dict[int, Float] = {}
         self._rates: dict[tuple[int, int], float] = {}
         self._tables: dict[int, Float] = {}
+
+    def computed(self, direct: int) -> Float:
+        """[num_pages + 1] seconds of computing from page `direct` up to each boundary."""
+        known = self._fronts.get(direct)
+        if known is None:
+            size = self._have.page_size
+            ends = np.arange(self._have.num_pages + 1) * size
+            known = self._cost.spans_s(np.full_like(ends, direct * size), ends)
+            self._fronts[direct] = known
+        return known
 
     def rate(self, num_pages: int, depth: int) -> float:
         """Least seconds per token in a step of 1 to `num_pages` pages, nothing read."""
@@ -69,7 +80,7 @@ class Prices:
         """[num_pages] seconds of reading of each page at its depth."""
         out = np.zeros(len(depth))
         if self._cost.pair_s:
-            for d in np.unique(depth[depth > 0]).tolist():
+            for d in _different(depth[depth > 0]):
                 at = depth == d
                 out[at] = np.diff(self.reads(d))[at]
         return out
@@ -127,10 +138,12 @@ class Bounds:
         bucket = np.repeat(lengths, lengths)
         combined = bucket * (self._have.schema.num_layers + 1) + depth
         broken = depth > 0
-        kinds, where = np.unique(combined[broken], return_inverse=True)
+        combined = combined[broken]
         unit = self._have.schema.num_layers + 1
-        rates = [self._prices.rate(*divmod(kind, unit)) for kind in kinds.tolist()]
-        per_page[broken] += self._size * np.array(rates)[where]
+        rates = np.zeros(int(combined.max()) + 1)
+        for kind in _different(combined):
+            rates[kind] = self._prices.rate(*divmod(kind, unit))
+        per_page[broken] += self._size * rates[combined]
         seconds = np.cumsum(per_page + starts * self._cost.step_s)
         return _from_zero(seconds), _from_zero(np.cumsum(starts)).astype(np.int64)
 
@@ -211,16 +224,22 @@ class Bounds:
 
     def front(self, direct: int) -> Float:
         """[num_pages + 1] least seconds of computing from `direct` past the last broken page."""
-        num_pages, size = self._have.num_pages, self._size
+        num_pages = self._have.num_pages
         if max(self._reach) is Tier.DEVICE:
             return np.full(num_pages + 1, np.inf)
         pages = np.arange(num_pages)
         last = np.maximum.accumulate(np.where(self._depth > 0, pages, -1))
         first = np.maximum(_from_zero(last + 1), direct + 1).astype(np.int64)
-        computed = self._cost.spans_s(np.full_like(first, direct * size), first * size)
-        seconds = MARGIN * (computed + self._prices.prefill)
         possible = ~self.is_trailing_damaged & (first < np.arange(num_pages + 1))
+        computed = self._prices.computed(direct)[np.minimum(first, num_pages)]
+        seconds = MARGIN * (computed + self._prices.prefill)
         return np.where(possible, seconds, np.inf)
+
+
+def _different(numbers: Int64) -> list[int]:
+    """Which small natural numbers occur, ascending."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
 
 
 def _from_zero(sums: NDArray[np.generic]) -> Float:

@@ -31,6 +31,7 @@ Float = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 BATCHES = (16, 128, 512, 2048)
+MAX_KNOWN = 1 << 14  # spans whose seconds are kept: damage has the same sizes again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ class CostModel:
     _by_depth: dict[int, list[float]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _known: dict[tuple[int, int], float] = field(  # of (tokens, layers), nothing read
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Check the tables and turn rates into times that never fall with more work."""
@@ -111,8 +115,13 @@ class CostModel:
         if end <= start:
             return 0.0
         depth = self.num_layers if num_layers is None else num_layers
-        steps = -(-(end - start) // self.chunk)
-        seconds = steps * self.step_s + self.tokens_s(end - start, depth)
+        seconds = self._known.get((end - start, depth))
+        if seconds is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            steps = -(-(end - start) // self.chunk)
+            seconds = steps * self.step_s + self.tokens_s(end - start, depth)
+            self._known[end - start, depth] = seconds
         return seconds + self.pair_s * self.num_pairs(start, end, depth) if self.pair_s else seconds
 
     def tokens_s(self, num_tokens: int, num_layers: int) -> float:

@@ -28,10 +28,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from statewise.radix.schema import CacheSchema, GroupKind, StateGroupSpec
 
 Span = tuple[int, int]  # half-open
 Spans = tuple[Span, ...]  # ascending, disjoint
+MANY = 64  # spans that are worth an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +90,42 @@ def union(spans: Iterable[Span]) -> Spans:
     return tuple(out)
 
 
-def within(spans: Spans, parts: Iterable[Span]) -> list[Span]:
-    """What of `spans` lies in any of `parts`, which ascend by both ends and may overlap."""
+def within(spans: Spans, parts: Sequence[Span]) -> list[Span]:
+    """What of `spans` lies in any of `parts`, which ascend by both ends and may overlap.
+
+    Some of what is found may be empty; `union` drops it.
+    """
+    if len(spans) + len(parts) > MANY and spans and parts:
+        return _many_within(spans, parts)
     out: list[Span] = []
     at = done = 0
+    num = len(spans)
     for lo, hi in parts:
-        first = max(lo, done)
-        while at < len(spans) and spans[at][1] <= first:
+        first = lo if lo > done else done
+        done = hi
+        while at < num and spans[at][1] <= first:
             at += 1
-        for i in range(at, len(spans)):
+        i = at
+        while i < num:
             a, b = spans[i]
             if a >= hi:
                 break
             out.append((a if a > first else first, b if b < hi else hi))
-        done = max(done, hi)
+            i += 1
     return out
+
+
+def _many_within(spans: Spans, parts: Sequence[Span]) -> list[Span]:
+    """`within`, by arrays."""
+    begin, end = np.array(spans, dtype=np.int64).T
+    first, stop = np.array(parts, dtype=np.int64).T
+    first = np.maximum(first, np.concatenate(([0], stop[:-1])))  # nothing twice
+    at = np.searchsorted(end, first, side="right")
+    num = np.maximum(np.searchsorted(begin, stop) - at, 0)  # spans that each part meets
+    part = np.repeat(np.arange(len(num)), num)
+    met = np.arange(len(part)) + np.repeat(at - np.cumsum(num) + num, num)
+    lo, hi = np.maximum(begin[met], first[part]), np.minimum(end[met], stop[part])
+    return list(zip(lo.tolist(), hi.tolist(), strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -168,12 +168,14 @@ class EventSink(Protocol):
 class Ledger:
     """Counts transitions of one tree by (group, cause), and tells the sink."""
 
-    __slots__ = ("counts", "schema", "sink")
+    __slots__ = ("_is_plain", "counts", "schema", "sink")
 
     def __init__(self, schema: CacheSchema, sink: EventSink | None = None) -> None:
         self.schema = schema
         self.sink = sink
         self.counts: Counter[tuple[int, Cause]] = Counter()
+        # Nobody is told, and no cause is counted as another.
+        self._is_plain = sink is None and not any(spec.lossy for spec in schema.groups)
 
     def note(self, group: int, cause: Cause, count: int, before: Form | None = None) -> None:
         """`count` pages of `group` changed; `before` defaults to the group's device form.
@@ -183,14 +185,14 @@ class Ledger:
         """
         if count <= 0:
             return
+        if before is None and self._is_plain and (group, cause) in self.counts:
+            self.counts[group, cause] += count  # allowed before, allowed again
+            return
         spec = self.schema.groups[group]
         if spec.lossy:
             cause = AT_FEWER_BITS.get(cause, cause)
         elif cause in (Cause.QUANTISE, Cause.DEQUANTISE):
             raise FormError(f"group {spec.name!r} is exact: its state cannot {cause.value}")
-        if before is None and self.sink is None and (group, cause) in self.counts:
-            self.counts[group, cause] += count  # allowed before, allowed again
-            return
         if before is None:
             before = Form.ABSENT if cause in _STARTS else FORM_OF[spec.kind]
         result = after(spec.kind, before, cause)

@@ -33,7 +33,10 @@ def first_token(spec: StateGroupSpec, position: int) -> int:
 
 def trailing_pages(spec: StateGroupSpec, position: int, page_size: int) -> PageRange:
     """Pages that a window or chunked group needs at `position`, a partial last page included."""
-    first = first_token(spec, position)
+    if spec.kind is GroupKind.CHUNKED:
+        first = position - position % spec.window
+    else:
+        first = max(0, position - spec.window + 1)
     end = -(-position // page_size)
     return (first // page_size, end) if first < position else (end, end)
 
@@ -83,11 +86,10 @@ def protected_pages(
     page boundary below `position` would need. Where the tree ends before that boundary there is
     no such checkpoint: a request that goes on without publishing lets its old window go.
     """
-    boundary, rest = divmod(position, page_size)
-    lo = trailing_pages(spec, position, page_size)[0]
-    if rest and boundary == num_pages:
-        lo = min(lo, trailing_pages(spec, boundary * page_size, page_size)[0])
-    lo = min(lo, num_pages)
+    at = position
+    if position // page_size == num_pages:
+        at = num_pages * page_size  # needs every page that `position` needs
+    lo = min(trailing_pages(spec, at, page_size)[0], num_pages)
     sinks = min(sink_pages(spec, position, page_size), lo) if spec.sinks else 0
     return sinks, lo, num_pages
 

@@ -18,7 +18,11 @@ This module does not keep totals, recency or namespaces: `RadixTree` and its par
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from statewise.radix.segment import BLOCK, Segment
 
@@ -27,71 +31,157 @@ Ranges = tuple[tuple[int, int], ...]  # half-open, absolute pages
 
 
 class WindowPins:
-    """Who needs the pages of one window segment: counts per page, changed in place.
+    """Who needs the pages of one window segment: counts per run of pages, changed in place.
+
+        pages    0 ........ 29 | 30 31 32 | 33        ends     30       33   34
+        leases     not on      |  1  1  1 |  0        locks    ABSENT   1    0
+        and checkpoints device |  2  2  2 |  0        needs    ABSENT   2    0
 
     A page that no lease locks can be evicted; one that no checkpoint keeps either is *transient*
     and goes first. A page that is not on the device counts ABSENT more in both rows, so that what
-    can go is what counts 0. Rows are lists: windows are short, and array operations on a few pages
-    would cost ten times as much.
+    can go is what counts 0. Runs next to each other differ: leases and checkpoints come as ranges,
+    so a window of 128 pages costs what one of 2 does.
     """
 
-    __slots__ = ("group", "locks", "needs", "node", "num_transient")
+    __slots__ = ("ends", "group", "locks", "needs", "node", "num_transient")
 
-    def __init__(self, node: Node, group: int, locks: list[int], needs: list[int]) -> None:
+    def __init__(self, node: Node, group: int) -> None:
         self.node = node
         self.group = group
-        self.locks = locks  # per page: leases that may still read it
-        self.needs = needs  # per page: these, and checkpoints that include it
+        self.ends: list[int] = []  # per run: the page after its last
+        self.locks: list[int] = []  # leases that may still read its pages
+        self.needs: list[int] = []  # these, and checkpoints that include them
         self.num_transient = 0
 
-    def tally(self, start: int, stop: int) -> tuple[int, int]:
-        """(evictable, transient) pages of the node's pages [start, stop)."""
-        return self.locks[start:stop].count(0), self.needs[start:stop].count(0)
+    def add(self, start: int, stop: int, locks: int, needs: int) -> tuple[int, int]:
+        """Count so many more on the node's pages [start, stop), of which there is one or more.
 
-    def lock(self, start: int, stop: int, delta: int) -> None:
-        """Count `delta` leases more on the node's pages [start, stop)."""
-        self.locks[start:stop] = [count + delta for count in self.locks[start:stop]]
-        self.needs[start:stop] = [count + delta for count in self.needs[start:stop]]
+        Returns how many (evictable, transient) pages that makes more, or fewer.
+        """
+        first, end = self._cut(start), self._cut(stop)
+        all_locks, all_needs = self.locks, self.needs
+        evictable = transient = 0
+        at = start
+        for run in range(first, end):
+            size = self.ends[run] - at
+            at += size
+            if locks:
+                old = all_locks[run]
+                all_locks[run] = new = old + locks
+                if not old:
+                    evictable -= size
+                elif not new:
+                    evictable += size
+            old = all_needs[run]
+            all_needs[run] = new = old + needs
+            if not old:
+                transient -= size
+            elif not new:
+                transient += size
+        if end < len(all_locks):
+            self._unite(end)
+        if first:
+            self._unite(first)
+        return evictable, transient
 
-    def keep(self, start: int, stop: int, delta: int) -> None:
-        """Count `delta` checkpoints more on the node's pages [start, stop)."""
-        self.needs[start:stop] = [count + delta for count in self.needs[start:stop]]
+    def _cut(self, page: int) -> int:
+        """Find the run that begins at `page`, made by a cut if need be."""
+        if not page:
+            return 0
+        ends = self.ends
+        run = bisect_right(ends, page)
+        if run and page == ends[run - 1]:
+            return run
+        ends.insert(run, page)
+        self.locks.insert(run, self.locks[run])
+        self.needs.insert(run, self.needs[run])
+        return run + 1
 
-    def transient_pages(self, limit: int) -> list[int]:
-        """The first `limit` pages of the node that can be evicted first, in order."""
-        found: list[int] = []
-        at = -1
-        for _ in range(min(limit, self.num_transient)):
-            at = self.needs.index(0, at + 1)
-            found.append(at)
-        return found
+    def _unite(self, run: int) -> None:
+        """Make one run of `run` and the one before it where they count the same."""
+        locks, needs = self.locks, self.needs
+        if needs[run] == needs[run - 1] and locks[run] == locks[run - 1]:
+            del self.ends[run - 1], locks[run], needs[run]
 
-    def take(self, pages: list[int]) -> None:
-        """Note that transient `pages` have left the device."""
-        for page in pages:
-            self.locks[page] = self.needs[page] = ABSENT
+    def _append(self, end: int, count: int) -> None:
+        if self.ends and self.locks[-1] == count and self.needs[-1] == count:
+            self.ends[-1] = end
+        else:
+            self.ends.append(end)
+            self.locks.append(count)
+            self.needs.append(count)
+
+    def grow(self) -> int:
+        """Follow an extension of the run by pages that nobody needs; how many are present."""
+        segment = self.node.segments[self.group]
+        start, size = self.ends[-1] if self.ends else 0, segment.num_pages
+        present, first = segment.present_in(start, size)
+        if present == size - start - first:
+            if first:
+                self._append(start + first, ABSENT)
+            if present:
+                self._append(size, 0)
+        else:
+            for page, block in enumerate(segment.table[BLOCK, start:].tolist(), start):
+                self._append(page + 1, 0 if block >= 0 else ABSENT)
+        return present
+
+    def tally(self, start: int) -> tuple[int, int]:
+        """(evictable, transient) pages of the node from its page `start` on."""
+        evictable = transient = at = 0
+        for end, locks, needs in zip(self.ends, self.locks, self.needs, strict=True):
+            if end > start and not locks:
+                size = end - max(at, start)
+                evictable += size
+                transient += 0 if needs else size
+            at = end
+        return evictable, transient
+
+    def first_transient(self, limit: int) -> tuple[int, int]:
+        """First pages [start, stop) of the node that can be evicted first, at most `limit`."""
+        run = self.needs.index(0)
+        start = self.ends[run - 1] if run else 0
+        return start, min(self.ends[run], start + limit)
+
+    def split(self, upper: Node, k: int) -> WindowPins:
+        """Give the first `k` pages to the node above."""
+        above = WindowPins(upper, self.group)
+        run = self._cut(k)
+        above.ends, above.locks, above.needs = self.ends[:run], self.locks[:run], self.needs[:run]
+        self.ends = [end - k for end in self.ends[run:]]
+        del self.locks[:run], self.needs[:run]
+        return above
+
+    def trim(self, k: int) -> None:
+        """Forget the pages from the k-th on."""
+        run = self._cut(k)
+        del self.ends[run:], self.locks[run:], self.needs[run:]
+
+    def per_page(self) -> tuple[list[int], list[int]]:
+        """(locks, needs) [num_pages]."""
+        locks: list[int] = []
+        needs: list[int] = []
+        for run, end in enumerate(self.ends):
+            size = end - len(locks)
+            locks += [self.locks[run]] * size
+            needs += [self.needs[run]] * size
+        return locks, needs
 
     def follow(self) -> None:
         """Note which pages are on the device after the segment was replaced."""
-        blocks = self.node.segments[self.group].table[BLOCK].tolist()
-        for page, block in enumerate(blocks):
-            was_absent = self.locks[page] >= ABSENT
-            if was_absent != (block < 0):
-                change = ABSENT if block < 0 else -ABSENT
-                self.locks[page] += change
-                self.needs[page] += change
+        before = np.array(self.per_page()[0], dtype=np.int64) < ABSENT
+        present = self.node.segments[self.group].table[BLOCK] >= 0
+        gone = before.astype(np.int8) - present.astype(np.int8)  # -1 where a page came
+        begins = np.flatnonzero(np.diff(gone, prepend=0, append=0)).tolist()
+        for start, stop in pairwise(begins):
+            change = int(gone[start]) * ABSENT
+            if change:
+                self.add(start, stop, change, change)
 
     def is_kept(self) -> list[bool]:
         """[num_pages] whether a checkpoint includes the page."""
-        return [need > lock for need, lock in zip(self.needs, self.locks, strict=True)]
-
-
-def nobody(segment: Segment, start: int) -> list[int]:
-    """Counts of a segment's pages from `start` on that neither lease nor checkpoint needs."""
-    size = segment.num_pages - start
-    if segment.num_present == segment.num_pages:
-        return [0] * size
-    return [0 if block >= 0 else ABSENT for block in segment.table[BLOCK, start:].tolist()]
+        locks, needs = self.per_page()
+        return [need > lock for need, lock in zip(needs, locks, strict=True)]
 
 
 class StateBlock(NamedTuple):
@@ -114,11 +204,12 @@ class Checkpoint:
 
     __slots__ = (
         "blocks",
+        "kept",
         "locks",
         "node",
+        "num_kept",
         "page",
         "position",
-        "ranges",
         "reason",
         "saved",
         "tail",
@@ -135,7 +226,8 @@ class Checkpoint:
         self.blocks: tuple[StateBlock, ...] = ()
         self.locks = 0
         self.tick = 0
-        self.ranges: tuple[Ranges, ...] = ()  # per window group the pages it keeps
+        self.kept: tuple[Ranges, ...] = ()  # per window group the pages it keeps
+        self.num_kept: list[int] = []  # how many
         self.saved = 0  # pages since the checkpoint before it on the path
         self.uses = 0  # leases that started from it
 
@@ -145,6 +237,11 @@ class Checkpoint:
             if held.group == group:
                 return held
         return None
+
+
+def num_pages_of(kept: tuple[Ranges, ...]) -> list[int]:
+    """Per window group how many pages its ranges have."""
+    return [sum([stop - start for start, stop in ranges]) for ranges in kept]
 
 
 class Condemned(NamedTuple):
@@ -197,20 +294,6 @@ class Node:
         """Pages of the run."""
         return self.end - self.start
 
-    def new_pins(self, groups: tuple[int, ...]) -> None:
-        """Start with no page locked or kept."""
-        self.pins = tuple(
-            WindowPins(self, g, nobody(self.segments[g], 0), nobody(self.segments[g], 0))
-            for g in groups
-        )
-
-    def grow_pins(self) -> None:
-        """Follow an extension of the run: new pages are neither locked nor kept."""
-        for pins in self.pins:
-            more = nobody(self.segments[pins.group], len(pins.locks))
-            pins.locks += more
-            pins.needs += more
-
     def split(self, page: int, page_bytes: int) -> Node:
         """Cut at absolute `page`; return the new upper part, this object keeps the lower one."""
         k = page - self.start
@@ -223,12 +306,10 @@ class Node:
         upper.tick = self.tick
         upper.clean = self.clean
         upper.protect = 1 if self.protect else 0
-        upper.pins = tuple(WindowPins(upper, p.group, p.locks[:k], p.needs[:k]) for p in self.pins)
+        upper.pins = tuple([pins.split(upper, k) for pins in self.pins])
         for place in [place for place in self.checkpoints if place[0] <= page]:
             moved = upper.checkpoints[place] = self.checkpoints.pop(place)
             moved.node = upper
-        for pins in self.pins:
-            del pins.locks[:k], pins.needs[:k]
         size = self.end - self.start
         self.segments = tuple(s.part(k, size) for s in self.segments)
         self.key = self.key[k * page_bytes :]
@@ -245,4 +326,4 @@ class Node:
         self.key = self.key[: k * page_bytes]
         self.end = page
         for pins in self.pins:
-            del pins.locks[k:], pins.needs[k:]
+            pins.trim(k)

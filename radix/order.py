@@ -70,6 +70,8 @@ class ScoreOrder(Generic[T]):
     def first(self) -> T | None:
         """Find the item with the least score; None where there is none."""
         scores = self._scores
+        if not scores:
+            return None
         best: tuple[float, int, T] | None = None
         for heap in (self._heap, self._old):
             while heap and scores.get(heap[0][2]) != heap[0][0]:

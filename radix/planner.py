@@ -19,9 +19,10 @@ This module does not execute, does not lease, and knows no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import lcm, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,14 +82,13 @@ class _Candidate:
     front: tuple[int, int] | None = None  # pages computed while the rest streams in
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Try:
+class _Try(NamedTuple):
     """A position that may be worth it; the less it costs at least, the sooner."""
 
     least_s: float
     before: int  # the page, negative: of equals the deepest first
     is_front: bool
-    reach: Reach = field(compare=False)
+    reach: Reach
 
 
 def plan(
@@ -188,7 +188,7 @@ class _Planner:
             if self.budget.front:
                 ahead = bounds.front(self.direct)
                 found += self._promising(ahead, pages, reach, best.total_s, is_front=True)
-        return sorted(found)
+        return sorted(found, key=lambda t: (t.least_s, t.before, t.is_front))
 
     def _promising(
         self,
@@ -250,8 +250,10 @@ class _Planner:
         for group, tier in self.have.snapshot_tier.items():
             found |= tier <= reach[group]
         pages = np.flatnonzero(found)
-        pages = np.concatenate([pages, *self._chunk_floors(pages)])
-        pages = np.unique(pages // self.step * self.step)[::-1]
+        floors = [pages, *self._chunk_floors(pages)]
+        if self.step > 1 or len(floors) > 1:
+            pages = np.unique(np.concatenate(floors) // self.step * self.step)
+        pages = pages[::-1]
         return pages[(pages > self.direct) & (bounds.steps[pages] <= MAX_STEPS)]
 
     def _chunk_floors(self, pages: Int64) -> Iterator[Int64]:

@@ -111,7 +111,7 @@ class Publisher:
             source = self._top.sources.get(group)
             if source is not None:
                 columns[DEPENDENCY] = np.where(made[source].table[BLOCK] >= 0, seq, -1)
-            present, first = presence(columns[BLOCK])
+            present, first = presence(blocks)
             self._ledger.note(group, written.cause, present)
             sums = written.sums_of(group, blocks)
             aside = NOTHING_ASIDE if sums is None else PageAside(checksums=sums)

@@ -15,9 +15,9 @@ This module does not choose the resume position.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ class Ground:
     step_pages: int = 1  # starts and ends of steps are multiples of this
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A step to be: pages [start, end), layers to run, groups without usable pages there."""
 
     start: int
@@ -55,8 +54,7 @@ class Stretch:
     unusable: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Best:
+class _Best(NamedTuple):
     """Cheapest steps up to a page: the last of them, and what came before."""
 
     seconds: float = 0.0
@@ -145,13 +143,34 @@ class _Join:
         self._schema, self._runs, self._restarts = schema, runs, restarts
         self._written: dict[tuple[int, int], int] = {}
         self._good: dict[tuple[int, int], int] = {}
+        self._pairs: dict[tuple[int, int, int, int], bool] = {}
 
-    def ending_at(self, stop: int, reach: int) -> Iterator[tuple[int, Stretch]]:
+    def ending_at(self, stop: int, reach: int) -> Iterable[tuple[int, Stretch]]:
         """(first run, stretch) of those that end with run `stop` - 1, shortest first.
 
         Up to the first that is no one stretch: not the same groups are written, something restarts
         inside, or good layers of a broken page would be written over. Longer ones fail as well.
         """
+        run = self._runs[stop - 1]
+        if self._joins(self._runs[stop - 2] if stop > 1 else None, run):
+            return self._joined(stop, reach)
+        written = self._writes(run.unusable, run.depth)
+        return ((stop - 1, Stretch(run.start, run.end, run.depth, written)),)
+
+    def _joins(self, before: Stretch | None, run: Stretch) -> bool:
+        """Whether two neighbours could be one stretch; most scattered damage ends here."""
+        if before is None or run.start in self._restarts:
+            return False
+        pair = (before.unusable, before.depth, run.unusable, run.depth)
+        known = self._pairs.get(pair)
+        if known is None:
+            depth = max(before.depth, run.depth)
+            good = min(self._first_good(r.unusable, r.depth) for r in (before, run))
+            writes = self._writes(before.unusable, depth) == self._writes(run.unusable, depth)
+            known = self._pairs[pair] = writes and good >= depth
+        return known
+
+    def _joined(self, stop: int, reach: int) -> Iterator[tuple[int, Stretch]]:
         runs, end, depth = self._runs, self._runs[stop - 1].end, 0
         masks: set[int] = set()  # of unusable groups
         spoiled = self._schema.num_layers  # first good layer of a broken page past its demand
@@ -204,12 +223,28 @@ def steps_of(
     """Replay steps of chosen stretches; None where one would read below what it may."""
     out = []
     readable = _Readable(ground)
-    for stretch in stretches:
+    back = _handed_back(stretches, ground)
+    for stretch, pages in zip(stretches, back, strict=True):
         floor = readable.floors(stretch)
         if floor is None:
             return None
-        out.append(_step(stretch, ground, floor, demand.restarts))
+        out.append(_step(stretch, ground, floor, demand.restarts, pages))
     return tuple(out)
+
+
+def _handed_back(stretches: Sequence[Stretch], ground: Ground) -> list[tuple[PageRange, ...]]:
+    """Per stretch and group the pages handed back; inside a stretch they are consecutive."""
+    starts = np.array([stretch.start for stretch in stretches], dtype=np.int64)
+    ends = np.array([stretch.end for stretch in stretches], dtype=np.int64)
+    columns: list[list[PageRange]] = [[NO_PAGES] * len(stretches)] * ground.schema.num_groups
+    for g, pages in ground.handed_back.items():
+        known = np.array(pages, dtype=np.int64)
+        firsts, stops = np.searchsorted(known, starts), np.searchsorted(known, ends)
+        columns[g] = [
+            (pages[first], pages[stop - 1] + 1) if first < stop else NO_PAGES
+            for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
+        ]
+    return list(zip(*columns, strict=True))
 
 
 class _Readable:
@@ -250,16 +285,17 @@ class _Readable:
 
 
 def _step(
-    stretch: Stretch, ground: Ground, floors: tuple[int, ...], restarts: frozenset[int]
+    stretch: Stretch,
+    ground: Ground,
+    floors: tuple[int, ...],
+    restarts: frozenset[int],
+    back: tuple[PageRange, ...],
 ) -> Replay:
     schema, size = ground.schema, ground.schema.page_size
     mask = stretch.unusable
     for g in ground.scratch:
         if min(schema.groups[g].layers) < stretch.depth:
             mask |= 1 << g
-    back = [NO_PAGES] * schema.num_groups
-    for g, pages in ground.handed_back.items():
-        back[g] = _span(pages, stretch)
     restore: tuple[int, ...] = ()
     if stretch.start * size in restarts:
         restore = tuple(g for g in ground.scratch if schema.groups[g].kind is GroupKind.RECURRENT)
@@ -269,12 +305,6 @@ def _step(
         mask,
         stretch.depth,
         floors,
-        tuple(back),
+        back,
         restore,
     )
-
-
-def _span(pages: Sequence[int], stretch: Stretch) -> PageRange:
-    """The pages inside the stretch; they are consecutive there."""
-    first, stop = bisect_left(pages, stretch.start), bisect_left(pages, stretch.end)
-    return (pages[first], pages[stop - 1] + 1) if first < stop else NO_PAGES

@@ -9,6 +9,7 @@ This module does not decide anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,7 @@ class SlowBlock(NamedTuple):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(NamedTuple):
     """Blocks that left the tree: device blocks per group, and blocks of slower tiers.
 
     Arrays are not to be written to.
@@ -59,13 +59,13 @@ class FreedBuilder:
     __slots__ = ("counts", "parts", "slow")
 
     def __init__(self, num_groups: int) -> None:
-        self.parts: list[list[Int32]] = [[] for _ in range(num_groups)]
+        self.parts: list[tuple[int, Int32]] = []
         self.counts = [0] * num_groups
         self.slow: list[SlowBlock] = []
 
     def add(self, group: int, blocks: Int32) -> None:
         """Add device blocks (none of them -1)."""
-        self.parts[group].append(blocks)
+        self.parts.append((group, blocks))
         self.counts[group] += len(blocks)
 
     def add_one(self, group: int, block: int) -> None:
@@ -74,11 +74,25 @@ class FreedBuilder:
 
     def done(self) -> Freed:
         """Everything collected; arrays may share memory with segments, which never change."""
-        joined = [
-            NO_BLOCKS if not parts else parts[0] if len(parts) == 1 else np.concatenate(parts)
-            for parts in self.parts
-        ]
+        num_groups = len(self.counts)
+        if not self.parts and not self.slow:
+            return nothing_freed(num_groups)
+        joined: list[Int32] = [NO_BLOCKS] * num_groups
+        several: dict[int, list[Int32]] = {}
+        for group, blocks in self.parts:
+            if joined[group] is NO_BLOCKS:
+                joined[group] = blocks
+            else:
+                several.setdefault(group, [joined[group]]).append(blocks)
+        for group, parts in several.items():
+            joined[group] = np.concatenate(parts)
         return Freed(tuple(joined), tuple(self.slow))
+
+
+@cache
+def nothing_freed(num_groups: int) -> Freed:
+    """No block of any group."""
+    return Freed((NO_BLOCKS,) * num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +124,7 @@ class Written:
         return np.where((blocks >= 0)[:, None], self.checksums[group][blocks], np.uint64(0))
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicates:
+class Duplicates(NamedTuple):
     """Pages of one group that the tree already had: use the tree's block, free your own."""
 
     group: int
@@ -121,8 +134,7 @@ class Duplicates:
     own_blocks: Int32  # [n] the caller's again
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """Outcome of `publish`: the lease covers `num_pages` pages now.
 
     `num_pages` below what was asked: the state was written under stamps that are no longer

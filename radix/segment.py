@@ -202,18 +202,27 @@ class Segment:
             invalid[page] = invalid.get(page, 0) | mask
         return self.with_aside(self.aside._replace(invalid=invalid or None))
 
-    def without(self, pages: NDArray[np.intp] | list[int]) -> Segment:
+    def without(self, pages: NDArray[np.intp]) -> Segment:
         """`pages` off the device; copies in slower tiers stay."""
         table = self.table.copy()
         table[BLOCK, pages] = -1
+        return of_table(table, self.aside)
+
+    def without_run(self, start: int, stop: int) -> Segment:
+        """Pages [start, stop), all of them on the device, off it; copies in slower tiers stay."""
+        table = self.table.copy()
+        table[BLOCK, start:stop] = -1
+        left = self.num_present + start - stop
         if self.stamp == MIXED:  # what is left may be uniform
             return of_table(table, self.aside)
-        stop = self.first + len(pages)
-        if self.num_present == table.shape[1] - self.first and pages[-1] == stop - 1:
-            left, first = self.num_present - len(pages), stop  # the first of a run without a gap
-        else:
-            left, first = presence(table[BLOCK])
-        return Segment(table, left, self.stamp if left else MIXED, self.aside, first)
+        if not left:
+            return Segment(table, 0, MIXED, self.aside, table.shape[1])
+        first = self.first
+        if start == first:
+            first = stop
+            if self.num_present != table.shape[1] - start:  # there are gaps after it
+                first += int((table[BLOCK, stop:] >= 0).argmax())
+        return Segment(table, left, self.stamp, self.aside, first)
 
     def with_aside(self, aside: PageAside) -> Segment:
         """Keep the table, with other pages' extras."""
@@ -229,9 +238,11 @@ def presence(blocks: Int32) -> tuple[int, int]:
             return size, 0
         there = [i for i, block in enumerate(row) if block >= 0]
         return len(there), there[0] if there else size
-    on_device = blocks >= 0
-    present = int(np.count_nonzero(on_device))
-    return present, int(on_device.argmax()) if present else size
+    absent = blocks < 0
+    present = size - int(np.count_nonzero(absent))
+    if present == size:
+        return size, 0
+    return present, int(absent.argmin()) if present else size
 
 
 def of_table(table: Int32, aside: PageAside = NOTHING_ASIDE) -> Segment:

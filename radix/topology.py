@@ -21,7 +21,7 @@ import numpy as np
 
 from statewise.radix.key import TOKEN_BYTES, Namespace, TokenKey, common_tokens
 from statewise.radix.match import Match, Snapshot
-from statewise.radix.node import Checkpoint, Condemned, Node
+from statewise.radix.node import Checkpoint, Condemned, Node, WindowPins
 from statewise.radix.order import ScoreOrder
 from statewise.radix.results import FreedBuilder, SlowBlock
 from statewise.radix.schema import CacheSchema
@@ -236,14 +236,13 @@ class Topology:
         start = node.end
         node.end += num
         node.key += key.data[start * self.page_bytes : node.end * self.page_bytes]
-        joined = tuple(
-            mine.joined(more) if more.num_pages else mine
+        joined = [
+            mine.joined(more) if more is not NO_PAGES else mine
             for mine, more in zip(node.segments, new, strict=True)
-        )
-        self.set_segments(node, joined)
+        ]
+        self.set_segments(node, tuple(joined))
         if node.pins:
-            node.grow_pins()
-            self.trailing.pages_added(node, start)
+            self.trailing.pages_added(node)
 
     def _add_child(
         self, parent: Node, key: TokenKey, start: int, end: int, segments: Segments
@@ -257,8 +256,8 @@ class Topology:
         for group in self.history:
             self.evictable[group] += segments[group].num_present
         if self.trailing.windows:
-            child.new_pins(self.trailing.windows)
-            self.trailing.pages_added(child, start)
+            child.pins = tuple([WindowPins(child, group) for group in self.trailing.windows])
+            self.trailing.pages_added(child)
         return child
 
     # ---------------------------------------------------------------- protecting
@@ -326,7 +325,10 @@ class Topology:
         """Whether a node holds nothing and leads nowhere; a root holds no pages."""
         if node.children or node.protect or node.checkpoints:
             return False
-        return not any(s.num_present or s.aside.slow is not None for s in node.segments)
+        for segment in node.segments:
+            if segment.num_present or segment.aside.slow is not None:
+                return False
+        return True
 
     def _forget_root(self, root: Node) -> None:
         del self.roots[root.key], self.namespaces[root.key]  # a root's key is its namespace
@@ -365,10 +367,8 @@ class Topology:
             if parent is not None:
                 self.prune(parent)
 
-    def take_first(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
-        """Free up to `num_blocks` of a paged group from the tail of the leaf that goes first."""
-        node = self.leaves.first()
-        assert node is not None, "asked of a tree that has a leaf to take"
+    def take_leaf(self, node: Node, group: int, num_blocks: int, freed: FreedBuilder) -> None:
+        """Free up to `num_blocks` of a paged group from the tail of an unprotected leaf."""
         segment = node.segments[group]
         if segment.num_present <= num_blocks:
             self.take_tail(node, node.start, freed)

@@ -18,7 +18,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from statewise.radix.need import sink_pages, trailing_pages
-from statewise.radix.node import Checkpoint, Node, Ranges, StateBlock, WindowPins
+from statewise.radix.node import (
+    ABSENT,
+    Checkpoint,
+    Node,
+    Ranges,
+    StateBlock,
+    WindowPins,
+    num_pages_of,
+)
 from statewise.radix.order import ScoreOrder
 from statewise.radix.policy import EvictionPolicy
 from statewise.radix.results import FreedBuilder
@@ -59,10 +67,13 @@ class Trailing:
             order[pins] = None
             order.move_to_end(pins, last=not oldest)
 
-    def pages_added(self, node: Node, start: int) -> None:
-        """Count the pages of `node` from absolute `start` on: present ones are transient."""
+    def pages_added(self, node: Node) -> None:
+        """Count pages that `node` has grown by: present ones are transient."""
         for index, pins in enumerate(node.pins):
-            self._count(index, pins, start - node.start, +1)
+            present = pins.grow()
+            if present:
+                self.evictable[pins.group] += present
+                self._shift(index, pins, present)
 
     def pages_removed(self, node: Node, k: int) -> None:
         """Discount the pages of `node` from its k-th on; call before they go."""
@@ -76,7 +87,7 @@ class Trailing:
         self._count(self.windows.index(pins.group), pins, 0, -1 if before else +1)
 
     def _count(self, index: int, pins: WindowPins, k: int, sign: int) -> None:
-        evictable, transient = pins.tally(k, pins.node.num_pages)
+        evictable, transient = pins.tally(k)
         self.evictable[pins.group] += sign * evictable
         if transient:
             self._shift(index, pins, sign * transient)
@@ -87,40 +98,26 @@ class Trailing:
         Nothing in it was asked for: whoever splits locks what it needs right after.
         """
         for index, (above, below) in enumerate(zip(upper.pins, lower.pins, strict=True)):
-            transient = above.tally(0, upper.num_pages)[1]
+            transient = above.tally(0)[1]
             if transient:
                 self._shift(index, above, transient, oldest=True)
                 self._shift(index, below, -transient)
 
-    def lock(self, node: Node, index: int, start: int, stop: int) -> None:
-        """One more lease needs absolute pages [start, stop) at or above `node`."""
-        while stop > start:
-            while node.start >= stop:
-                assert node.parent is not None, "pages lie on the path"
-                node = node.parent
-            pins = node.pins[index]
-            lo, hi = max(start - node.start, 0), stop - node.start
-            evictable, transient = pins.tally(lo, hi)
-            pins.lock(lo, hi, +1)
-            self.evictable[pins.group] -= evictable
-            if transient:
-                self._shift(index, pins, -transient)
-            stop = node.start
+    def lock(self, node: Node, index: int, start: int, stop: int, delta: int = 1) -> None:
+        """`delta` leases more need absolute pages [start, stop) at or above `node`.
 
-    def unlock(self, node: Node, index: int, start: int, stop: int) -> None:
-        """One lease fewer needs absolute pages [start, stop): they become the newest."""
+        Pages that none needs any more become the newest.
+        """
         while stop > start:
             while node.start >= stop:
                 assert node.parent is not None, "pages lie on the path"
                 node = node.parent
-            pins = node.pins[index]
-            lo, hi = max(start - node.start, 0), stop - node.start
-            pins.lock(lo, hi, -1)
-            evictable, transient = pins.tally(lo, hi)
+            pins, at = node.pins[index], node.start
+            evictable, transient = pins.add(max(start - at, 0), stop - at, delta, delta)
             self.evictable[pins.group] += evictable
             if transient:
                 self._shift(index, pins, transient)
-            stop = node.start
+            stop = at
 
     def _keep(self, node: Node, index: int, start: int, stop: int, delta: int) -> None:
         """Count a checkpoint more or fewer on absolute pages [start, stop)."""
@@ -128,14 +125,11 @@ class Trailing:
             while node.start >= stop:
                 assert node.parent is not None, "pages lie on the path"
                 node = node.parent
-            pins = node.pins[index]
-            lo, hi = max(start - node.start, 0), stop - node.start
-            before = pins.needs[lo:hi].count(0) if delta > 0 else 0
-            pins.keep(lo, hi, delta)
-            after = pins.needs[lo:hi].count(0) if delta < 0 else 0
-            if after != before:
-                self._shift(index, pins, after - before, oldest=True)
-            stop = node.start
+            pins, at = node.pins[index], node.start
+            transient = pins.add(max(start - at, 0), stop - at, 0, delta)[1]
+            if transient:
+                self._shift(index, pins, transient, oldest=True)
+            stop = at
 
     def has_pages(self, node: Node, index: int, ranges: Ranges, stamp: int) -> bool:
         """Whether all absolute pages of `ranges` at or above `node` are resident."""
@@ -159,25 +153,40 @@ class Trailing:
         spec = self.schema.groups[self.windows[index]]
         size = self.schema.page_size
         lo = min(trailing_pages(spec, position, size)[0], page)
-        sinks = min(sink_pages(spec, position, size), lo) if spec.sinks else 0
+        if not spec.sinks:
+            return ((lo, page),)
+        sinks = min(sink_pages(spec, position, size), lo)
         return ((lo, page), (0, sinks)) if sinks else ((lo, page),)
 
+    def kept_at(self, position: int, page: int) -> tuple[Ranges, ...]:
+        """`window_ranges` of every window group."""
+        return tuple([self.window_ranges(i, position, page) for i in range(len(self.windows))])
+
     def add_checkpoint(
-        self, node: Node, page: int, tail: bytes, position: int, reason: str
+        self,
+        node: Node,
+        page: int,
+        tail: bytes,
+        position: int,
+        reason: str,
+        kept: tuple[Ranges, ...] | None = None,
     ) -> Checkpoint:
-        """Find or make the checkpoint at `position`; its window pages are kept from now on."""
-        found = node.checkpoints.get((page, tail))
+        """Find or make the checkpoint at `position`; its window pages are kept from now on.
+
+        `kept`: `kept_at` the position, where the caller knows it.
+        """
+        place = (page, tail)
+        found = node.checkpoints.get(place)
         if found is not None:
             self.touch(found)
             return found
         made = Checkpoint(node, page, tail, position, reason)
         made.saved = page - self._previous(node, page)
-        node.checkpoints[page, tail] = made
+        node.checkpoints[place] = made
         made.tick = self.next_tick()
-        made.ranges = tuple(
-            [self.window_ranges(index, position, page) for index in range(len(self.windows))]
-        )
-        for index, ranges in enumerate(made.ranges):
+        made.kept = self.kept_at(position, page) if kept is None else kept
+        made.num_kept = num_pages_of(made.kept)
+        for index, ranges in enumerate(made.kept):
             for start, stop in ranges:
                 self._keep(node, index, start, stop, +1)
         self._rank(made)
@@ -199,15 +208,13 @@ class Trailing:
         """Blocks of `group` that the checkpoint holds: its own, and window pages it keeps."""
         count = checkpoint.block_of(group) is not None
         if group in self.windows:
-            ranges = checkpoint.ranges[self.windows.index(group)]
-            return count + sum(stop - start for start, stop in ranges)
+            return count + checkpoint.num_kept[self.windows.index(group)]
         return int(count)
 
     def _rank(self, checkpoint: Checkpoint) -> None:
         """Put an unlocked checkpoint in its place in the order of every group it holds state of."""
         if not checkpoint.blocks:  # window pages alone
-            for group, ranges in zip(self.windows, checkpoint.ranges, strict=True):
-                num_pages = sum([stop - start for start, stop in ranges])
+            for group, num_pages in zip(self.windows, checkpoint.num_kept, strict=True):
                 if num_pages:
                     score = self.policy.checkpoint_score(checkpoint, num_pages)
                     self.checkpoints[group].put(checkpoint, score)
@@ -279,36 +286,35 @@ class Trailing:
         for held in checkpoint.blocks:
             self.evictable[held.group] -= 1
             freed.add_one(held.group, held.block)
-        for index, ranges in enumerate(checkpoint.ranges):
+        for index, ranges in enumerate(checkpoint.kept):
             for start, stop in ranges:
                 self._keep(node, index, start, stop, -1)
 
     # ---------------------------------------------------------------- evicting
 
-    def take_pages(self, pins: WindowPins, pages: list[int], freed: FreedBuilder) -> None:
+    def _take_pages(self, index: int, pins: WindowPins, limit: int, freed: FreedBuilder) -> None:
         """Free transient pages of one segment; the history of the same tokens stays."""
         node, group = pins.node, pins.group
+        start, stop = pins.first_transient(limit)
         segment = node.segments[group]
-        first, stop = pages[0], pages[-1] + 1
-        run: slice | list[int] = slice(first, stop) if stop - first == len(pages) else pages
-        freed.add(group, segment.table[BLOCK, run])
+        freed.add(group, segment.table[BLOCK, start:stop])
         segments = list(node.segments)
-        segments[group] = segment.without(pages)
-        pins.take(pages)
+        segments[group] = segment.without_run(start, stop)
         node.segments = tuple(segments)
-        self.evictable[group] -= len(pages)
-        self._shift(self.windows.index(group), pins, -len(pages))
+        pins.add(start, stop, ABSENT, ABSENT)
+        self.evictable[group] -= stop - start
+        self._shift(index, pins, start - stop)
 
     def evict_window(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
         """Free window pages: transient ones, then those of the checkpoints that go first."""
-        order = self.transient[self.windows.index(group)]
-        retained = self.checkpoints[group]
-        while freed.counts[group] < num_blocks:
+        index = self.windows.index(group)
+        order, retained = self.transient[index], self.checkpoints[group]
+        while (wanted := num_blocks - freed.counts[group]) > 0:
             if order:
                 pins = next(iter(order))
-                pages = pins.transient_pages(num_blocks - freed.counts[group])
-                self.take_pages(pins, pages, freed)
-                self.on_emptied(pins.node)
+                self._take_pages(index, pins, wanted, freed)
+                if not pins.num_transient:
+                    self.on_emptied(pins.node)
             elif retained:
                 self._remove_first(group, freed)
             else:

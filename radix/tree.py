@@ -34,6 +34,7 @@ from statewise.radix.node import Checkpoint, Node, StateBlock
 from statewise.radix.policy import EvictionPolicy, ValuePolicy
 from statewise.radix.publication import Publisher
 from statewise.radix.results import (
+    NO_BLOCKS,
     Freed,
     FreedBuilder,
     Published,
@@ -116,13 +117,11 @@ class RadixTree:
         `position` even after a load, StaleMatchError where what the match relied on has gone
         since (match again and plan anew). Nothing is protected when it raises.
         """
-        for group in range(self.schema.num_groups):
-            if group not in repairing and not self._able(match, group, position):
-                name = self.schema.groups[group].name
-                raise ValueError(f"group {name!r} cannot resume at {position}: {match!r}")
+        page, rest = divmod(position, self._page_size)
+        if rest or page != match.intersection()[0]:
+            self._check_able(match, position, repairing)
         if match.version != self.topology.version:
             match = self._renew(match, position, read_from)
-        page = position // self._page_size
         top = self.topology
         node = top.boundary_node(match.nodes[-1], page) if page else top.root(match.namespace)
         top.lock(node)
@@ -145,11 +144,10 @@ class RadixTree:
         return min(sinks, lo), lo, hi
 
     @staticmethod
-    def _able(match: Match, group: int, position: int) -> bool:
-        page, rest = divmod(position, match.schema.page_size)
-        if not rest and page == match.intersection()[0]:
-            return True
-        return match.resumable_at(group, position, after_load=True)
+    def _check_able(match: Match, position: int, repairing: Collection[int]) -> None:
+        for group, spec in enumerate(match.schema.groups):
+            if group not in repairing and not match.resumable_at(group, position, after_load=True):
+                raise ValueError(f"group {spec.name!r} cannot resume at {position}: {match!r}")
 
     def _start_from(self, lease: Lease, node: Node, page: int, position: int) -> None:
         """Hold the checkpoint at `position`, if there is one."""
@@ -214,7 +212,7 @@ class RadixTree:
         freed = FreedBuilder(self.schema.num_groups)
         if written.stamps != self.stamps:
             return Published(lease.num_published_pages, (), freed.done())
-        assert len(key) >= num_pages * self._page_size, "the key covers what is published"
+        assert key.num_tokens >= num_pages * self._page_size, "the key covers what is published"
         duplicates = self._publisher.publish(lease, key, num_pages, tables, written, freed)
         self._move(lease, position)
         return Published(lease.num_published_pages, duplicates, freed.done())
@@ -258,11 +256,16 @@ class RadixTree:
 
     def _repin(self, lease: Lease, index: int, new: Pinned) -> None:
         old = lease.pinned[index]
-        for start, stop in minus(new, old):
-            self.trailing.lock(lease.node, index, start, stop)
-        for start, stop in minus(old, new):
-            self.trailing.unlock(lease.node, index, start, stop)
         lease.pinned[index] = new
+        node, lock = lease.node, self.trailing.lock
+        if not new[0] and not old[0] and new[1] >= old[1] and new[2] >= old[2]:  # moved on
+            lock(node, index, max(new[1], old[2]), new[2])
+            lock(node, index, old[1], min(new[1], old[2]), -1)
+            return
+        for start, stop in minus(new, old):
+            lock(node, index, start, stop)
+        for start, stop in minus(old, new):
+            lock(node, index, start, stop, -1)
 
     def release(self, lease: Lease) -> Freed:
         """Give the lease back, exactly once. Returns blocks whose freeing waited for it."""
@@ -271,7 +274,7 @@ class RadixTree:
         freed = FreedBuilder(self.schema.num_groups)
         for index, pinned in enumerate(lease.pinned):
             for start, stop in ranges_of(pinned):
-                self.trailing.unlock(lease.node, index, start, stop)
+                self.trailing.lock(lease.node, index, start, stop, -1)
         if lease.checkpoint is not None:
             self.trailing.unlock_checkpoint(lease.checkpoint)
             lease.checkpoint = None
@@ -280,18 +283,16 @@ class RadixTree:
 
     def pages(self, lease: Lease, group: int) -> tuple[Int32, Int32]:
         """(blocks, generations) [num_published_pages] of one group as the tree has them now."""
-        parts = []
+        parts: list[Int32] = []
         node: Node | None = self.topology.node_at(lease.node, lease.num_published_pages)
         while node is not None and node.parent is not None:
-            parts.append(node.segments[group].table)
+            parts.append(node.segments[group].table[: GENERATION + 1])
             node = node.parent
         if not parts:
-            empty = np.empty(0, dtype=np.int32)
-            return empty, empty
+            return NO_BLOCKS, NO_BLOCKS
         parts.reverse()
-        stop = lease.num_published_pages
-        blocks = np.concatenate([t[BLOCK] for t in parts])[:stop]
-        return blocks, np.concatenate([t[GENERATION] for t in parts])[:stop]
+        pairs = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return pairs[BLOCK], pairs[GENERATION]
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -307,14 +308,12 @@ class RadixTree:
             return True
         node = self.topology.node_at(lease.node, page)
         boundary = page * self._page_size
-        some = False
+        kept = self.trailing.kept_at(boundary, page)
         for index, group in enumerate(self._windows):
-            ranges = self.trailing.window_ranges(index, boundary, page)
-            if not self.trailing.has_pages(node, index, ranges, self.stamps[group]):
+            if not self.trailing.has_pages(node, index, kept[index], self.stamps[group]):
                 return False
-            some = some or any(start < stop for start, stop in ranges)
-        if some:
-            self.trailing.add_checkpoint(node, page, b"", boundary, reason)
+        if any(lo < hi for ranges in kept for lo, hi in ranges):
+            self.trailing.add_checkpoint(node, page, b"", boundary, reason, kept)
         return True
 
     def add_snapshot(
@@ -430,14 +429,15 @@ class RadixTree:
             if terminal is not None and (leaf is None or terminal <= top.leaves.score_of(leaf)):
                 self.trailing.evict_snapshots(group, freed.counts[group] + 1, freed)
             elif leaf is not None:
-                top.take_first(group, num_blocks - freed.counts[group], freed)
+                top.take_leaf(leaf, group, num_blocks - freed.counts[group], freed)
             else:
                 return
 
     def _evict_leaves(self, group: int, num_blocks: int, freed: FreedBuilder) -> None:
         """Take whole leaves until enough of `group` is free."""
-        while freed.counts[group] < num_blocks and self.topology.leaves:
-            self.topology.take_first(group, num_blocks - freed.counts[group], freed)
+        top = self.topology
+        while freed.counts[group] < num_blocks and (leaf := top.leaves.first()) is not None:
+            top.take_leaf(leaf, group, num_blocks - freed.counts[group], freed)
 
     def drop(self, match: Match, group: int, places: Iterable[int]) -> Freed:
         """Forget state that failed validation; nobody finds it from now on.

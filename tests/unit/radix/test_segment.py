@@ -53,6 +53,23 @@ def test_operations_leave_the_original_alone() -> None:
     assert more.blocks.tolist() == [1, 9, 3]
 
 
+@pytest.mark.parametrize("blocks", [[1, 2, 3], [-1, 2, 3], [1, -1, 3, 4], [-1, 2, -1, 4]])
+@pytest.mark.parametrize("stamps", ["alike", "mixed"])
+def test_a_run_that_leaves_the_device_is_counted(blocks: list[int], stamps: str) -> None:
+    made = segment(blocks)
+    if stamps == "mixed":
+        made = made.joined(segment([9], stamp=1))
+    present = np.flatnonzero(made.blocks >= 0).tolist()
+    for start in present:
+        for stop in range(start + 1, len(made.blocks) + 1):
+            if (made.blocks[start:stop] < 0).any():
+                break
+            less, counted = made.without_run(start, stop), made.without(np.arange(start, stop))
+            assert np.array_equal(less.table, counted.table)
+            assert (less.num_present, less.first) == (counted.num_present, counted.first)
+            assert not less.num_present or less.stamp == counted.stamp
+
+
 def test_aside_follows_its_pages() -> None:
     slow = np.full((NUM_SLOW_ROWS, 3), -1, np.int32)
     slow[SLOW_BLOCK, 2], slow[SLOW_TIER, 2] = 7, Tier.HOST
