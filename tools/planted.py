@@ -45,7 +45,74 @@ COPIES, STORED = "runtime/tiers/copies.py", "runtime/cache/stored.py"
 DEMOTION, PROMOTION = "runtime/cache/demotion.py", "runtime/cache/promotion.py"
 TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 
+MEETING, PROBE = "runtime/cache/meeting.py", "runtime/cache/probe.py"
+MET, PROBED = "tests/unit/cache/test_meeting.py", "tests/unit/cache/test_probe.py"
+WITHDRAWN = "tests/unit/tiers/test_withdrawal.py"
+
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "f21 a load keeps pages that were withdrawn after they had arrived",
+        TIERING,
+        "        self.promotions.distrust(keys)\n",
+        "",
+        (WITHDRAWN,),
+    ),
+    Mutant(
+        "f21 a meeting keeps pages that were withdrawn after they had arrived",
+        TIERING,
+        "        self.meetings.distrust(keys)\n",
+        "",
+        (MET,),
+    ),
+    Mutant(
+        "f21 a load that ends takes withdrawn pages for good",
+        PROMOTION,
+        "is_good = page.key not in self._tiers.withdrawals",
+        "is_good = True",
+        (WITHDRAWN, PROMOTED),
+    ),
+    Mutant(
+        "withdrawn pages are found while they are being destroyed",
+        "runtime/tiers/tiers.py",
+        "enumerate(addresses) if address.key not in gone]",
+        "enumerate(addresses) if gone is not None]",
+        (WITHDRAWN,),
+    ),
+    Mutant(
+        "f2 a meeting takes a batch for whole that is not",
+        MEETING,
+        "return self.is_done and all(page.arrived for page in self.pages)",
+        "return self.is_done",
+        (MET,),
+    ),
+    Mutant(
+        "a meeting hands over before computing has reached what was loaded",
+        MEETING,
+        "ready is not None and ready <= num_pages < self.end",
+        "ready is not None and num_pages < self.end",
+        (MET,),
+    ),
+    Mutant(
+        "f32 a meeting given up frees blocks that are still written to",
+        MEETING,
+        "            if not batch.waiting_for:\n                for page in batch.pages:",
+        "            if batch.waiting_for is not None:\n                for page in batch.pages:",
+        (MET,),
+    ),
+    Mutant(
+        "the end of a run is taken for one page further than was answered",
+        PROBE,
+        "lo = pages[gap - 1] + 1 if gap else lo",
+        "lo = pages[gap - 1] + 2 if gap else lo",
+        (PROBED,),
+    ),
+    Mutant(
+        "a prompt that is being asked about waits for ever",
+        PROBE,
+        "seconds >= PATIENCE_S or self._spent_s + seconds >= MAX_ASKING_S",
+        "seconds < 0",
+        (PROBED,),
+    ),
     Mutant(
         "a remote store that hangs is waited for",
         "runtime/tiers/lanes.py",

@@ -32,7 +32,7 @@ from support.simulation import Result, ViolationError, run_seed  # noqa: E402
 CHUNK = 10  # seeds handed to a process at once
 SUMS = (
     "num_requests", "num_steps", "num_events", "num_restarts", "preemptions",
-    "matched_tokens", "reused_tokens", "repaired_tokens",
+    "matched_tokens", "reused_tokens", "repaired_tokens", "loaded_tokens", "lossy_tokens",
 )  # fmt: skip
 
 

@@ -54,6 +54,12 @@ def slots_of(spec: StateGroupSpec, page_size: int) -> int:
     return spec.entries_per_page(page_size)
 
 
+def digests_of(words: U64) -> U64:
+    """[num_blocks, layers] digest of each block and layer of [layers, num_blocks, slots] words."""
+    total: U64 = (words * ODD[: words.shape[2]]).sum(axis=2, dtype=np.uint64)
+    return mix(total.T, 99)
+
+
 class DigestWorker:
     """Implements the worker protocol over pools of digests."""
 
@@ -108,9 +114,7 @@ class DigestWorker:
 
     def checksums(self, group: int, blocks: Int32) -> U64:
         """[num_blocks, layers of the group] digest of each block and layer."""
-        words = self.blocks(group)[:, blocks]
-        total: U64 = (words * ODD[: words.shape[2]]).sum(axis=2, dtype=np.uint64)
-        return mix(total.T, 99)
+        return digests_of(self.blocks(group)[:, blocks])
 
     def update_weights(self, model_path: str) -> CacheSchema:
         """Nothing to load: whose state a request computes is decided by `owner_of`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from statewise.radix.lossy import is_lossy, lossy_schema
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.memory.sizing import window_blocks_per_request
 from support.sim_schema import make_schema
@@ -20,6 +21,7 @@ SHAPES = (
 )  # fmt: skip
 
 LONGEST_PROMPT = 90
+LOSSY_SHARE = 0.2  # of the worlds with slower tiers
 
 OPERATIONS = (
     "abort",
@@ -58,6 +60,7 @@ class TierKnobs:
     batch_bytes: int = 0  # of loads from the end; 0: as many as there are
     step_s: float = 1e-3  # of I/O
     settles: bool = False  # what is due is copied out before the device loses it
+    lossy: bool = False  # they keep half of each word; some requests insist on exact state
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def draw_knobs(rng: random.Random) -> Knobs:
         "eviction_policy": rng.choice(["value", "value", "recency", "lru"]),
         "checkpoint_policy": rng.choice(["spaced", "spaced", "branches", "ends"]),
     }
-    return Knobs(
+    knobs = Knobs(
         schema=schema,
         num_blocks=_draw_pools(rng, schema, int(str(settings["chunked_prefill_size"]))),
         settings=settings,
@@ -113,6 +116,18 @@ def draw_knobs(rng: random.Random) -> Knobs:
         hopeful=rng.random() < 0.4,
         tiers=_draw_tiers(rng) if rng.random() < 0.5 else None,
     )
+    return _maybe_lossy(rng, knobs)
+
+
+def _maybe_lossy(rng: random.Random, knobs: Knobs) -> Knobs:
+    """Some worlds with tiers keep lossy copies there. Draws nothing: the other worlds stay."""
+    apart = random.Random(f"lossy copies 0 {rng.getstate()}")
+    if knobs.tiers is None or apart.random() >= LOSSY_SHARE:
+        return knobs
+    tiers = replace(knobs.tiers, lossy=True)
+    if apart.random() < 0.7:  # loading is worth it, and what is evicted has a copy
+        tiers = replace(tiers, bytes_per_s=1e9, tokens_per_s=50.0, settles=True)
+    return replace(knobs, tiers=tiers, schema=lossy_schema(knobs.schema, "int8"))
 
 
 def _draw_tiers(rng: random.Random) -> TierKnobs:
@@ -153,6 +168,7 @@ def meeting_knobs(rng: random.Random) -> Knobs:
     chunk = int(str(settings["chunked_prefill_size"]))
     pools = knobs.num_blocks if rng.random() < 0.7 else _draw_pools(rng, knobs.schema, chunk)
     count = rng.randrange(8, 20)
+    tiers = replace(tiers, lossy=is_lossy(knobs.schema))
     return replace(knobs, tiers=tiers, settings=settings, num_requests=count, num_blocks=pools)
 
 

@@ -25,29 +25,57 @@ from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord, sh
 from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
 from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import EngineOptions, TransferEngine
-from support.digest_worker import DigestWorker
+from support.digest_worker import DigestWorker, digests_of
 from support.sim_knobs import TierKnobs
 from support.sim_world import SimClock
 
+HALF = np.uint64(32)  # bits of a word that a lossy copy does not keep
+
 
 class SimBlocks:
-    """A `BlockIO` over a digest worker's memory."""
+    """A `BlockIO` over a digest worker's memory; a lossy copy keeps the upper half of each word.
+
+    What was read from such a copy changes every later token of the digest model.
+    """
 
     def __init__(self, worker: DigestWorker) -> None:
         self._worker = worker
+        self._is_lossy = [bool(spec.lossy) for spec in worker.schema.groups]
+
+    def layer_bytes(self) -> list[int]:
+        """Bytes of one layer of a block, as a tier keeps it."""
+        pairs = zip(self._worker.slots, self._is_lossy, strict=True)
+        return [(4 if is_lossy else 8) * slots for slots, is_lossy in pairs]
 
     def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> NDArray[np.uint64]:
         words = self._worker.blocks(group)
         for block, row in zip(blocks, rows, strict=True):
-            row.data[:] = np.frombuffer(words[:, block].tobytes(), dtype=np.uint8)
+            kept = words[:, block]
+            if self._is_lossy[group]:
+                kept = (kept >> HALF).astype(np.uint32)
+            row.data[:] = np.frombuffer(kept.tobytes(), dtype=np.uint8)
         return self._worker.checksums(group, np.array(blocks, dtype=np.int32))
+
+    def _words(self, group: int, row: Row) -> NDArray[np.uint64]:
+        """[layers, slots] what a row reads as."""
+        kind = np.uint32 if self._is_lossy[group] else np.uint64
+        words = np.frombuffer(row.data.tobytes(), dtype=kind).astype(np.uint64)
+        if self._is_lossy[group]:
+            words = words << HALF
+        return words.reshape(-1, self._worker.slots[group])
 
     def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> NDArray[np.uint64]:
         words = self._worker.blocks(group)
         for block, row in zip(blocks, rows, strict=True):
-            data = np.frombuffer(row.data.tobytes(), dtype=np.uint64)
-            words[:, block] = data.reshape(words.shape[0], words.shape[2])
+            words[:, block] = self._words(group, row)
         return self._worker.checksums(group, np.array(blocks, dtype=np.int32))
+
+    def landing(
+        self, group: int, rows: Sequence[Row], digests: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        if not self._is_lossy[group] or not rows:
+            return digests
+        return digests_of(np.stack([self._words(group, row) for row in rows], axis=1))
 
 
 class SimStore(HostTier):
@@ -147,7 +175,8 @@ class SimTiers:
 
     def open(self, worker: DigestWorker, epoch: int) -> Tiers:
         """Tiers over a new worker; the disk is the old one's."""
-        self.layer_bytes = [8 * slots for slots in worker.slots]
+        blocks = SimBlocks(worker)
+        self.layer_bytes = blocks.layer_bytes()
         shapes = self.shapes(epoch)
         stores: list[SimStore] = []
         if self.knobs.host_pages:
@@ -167,7 +196,8 @@ class SimTiers:
         self.stores = stores
         options = EngineOptions(0, self.knobs.max_queued_bytes, step_bytes=1 << 13)
         self.engine = TransferEngine(options, self.clock)
-        copier = Copier(shapes, SimBlocks(worker), self.clock, step_bytes=options.step_bytes)
+        step_bytes, landing = options.step_bytes, blocks.landing
+        copier = Copier(shapes, blocks, self.clock, step_bytes=step_bytes, landing=landing)
         every: list[TierStore] = [*stores]
         return Tiers(every, copier, self.engine)
 

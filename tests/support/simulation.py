@@ -9,6 +9,8 @@
     conservation   every block is in exactly one place, recounted from first principles
     quiescence     when all have ended, a flush returns every pool to its initial count
     progress       whatever was admitted ends within a bounded number of steps
+    lossy copies   whoever insists on exact state gets a cold run's tokens and has none of it; of
+                   the others, so does everybody who is told that nothing rests on lossy copies
     determinism    the same seed writes the same journal (checked by whoever runs a seed twice)
 
 A broken law raises `ViolationError`, which names seed, law and the last events.
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from statewise.radix.validation import GroupEnv, operators_of
 from statewise.runtime.config import ServerArgs
 from statewise.runtime.engine.core import EngineCore, EngineLimits
 from statewise.runtime.messages import (
@@ -72,6 +75,8 @@ class Client:
     prompt: list[int]
     max_new: int
     salt: str
+    exact: bool = False  # insists on state that rests on no lossy copy
+    differs: bool = False  # from a cold run, which a request in a lossy world may
     incarnation: int = 0  # of the engine it was sent to
     expects_error: str = ""  # code of the terminal error, for requests that can never run
     may_end: frozenset[str] = frozenset({"stop", "length"})
@@ -101,6 +106,7 @@ class Result:
     preemptions: int
     faults: dict[str, int]
     levels: dict[str, int]
+    lossy_tokens: int  # used by requests that have ended
 
 
 class Simulation:
@@ -114,6 +120,7 @@ class Simulation:
         self.clock = SimClock()
         self.journal = Journal()
         self.clients: dict[str, Client] = {}
+        self.insistence = random.Random(f"exact {seed}")
         self.epoch = 0
         self.num_steps = 0
         self.num_restarts = 0
@@ -143,6 +150,8 @@ class Simulation:
             EngineLimits(vocab_size=VOCAB, max_context_len=MAX_CONTEXT, eos_token_ids=(EOS,)),
             clock=self.clock,
         )
+        if self.is_lossy:  # the machine has what reads such copies
+            self.core.use_device([GroupEnv(operators=operators_of(s)) for s in self.schema.groups])
         self._use_tiers()
         if knobs.tiers is not None and knobs.tiers.tokens_per_s:
             self.worker.step_s, self.worker.token_s = 1e-3, 1.0 / knobs.tiers.tokens_per_s
@@ -237,8 +246,9 @@ class Simulation:
         self.require(client.finish is None, f"one end: {delta.rid} got a delta after its end")
         for token in delta.token_ids:
             expected = self._expected(client)
+            client.differs = client.differs or token != expected
             self.require(
-                token == expected,
+                token == expected or (self.is_lossy and not client.exact),
                 f"exactness: {delta.rid} token {len(client.tokens)} is {token}, cold {expected}; "
                 f"report {delta.report or client.report}",
             )
@@ -253,6 +263,21 @@ class Simulation:
     def _end(self, client: Client, finish: FinishReason) -> None:
         self.require(client.finish is None, f"one end: {client.rid} ended twice")
         client.finish = finish
+        if client.report is not None and finish.code != "worker_died":
+            lossy = client.report.lossy
+            self.require(
+                lossy > 0 or not client.differs,
+                f"lossy copies: {client.rid} is told of none and differs from a cold run",
+            )
+            self.require(
+                not (client.exact and (lossy or client.report.loaded)),
+                f"lossy copies: {client.rid} insists on exact state and has {client.report}",
+            )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether slower tiers keep lossy copies."""
+        return self.knobs.tiers is not None and self.knobs.tiers.lossy
 
     def _expected(self, client: Client) -> int:
         """The next token of a cold run under the weights of this step."""
@@ -277,7 +302,8 @@ class Simulation:
         prompt = prompt[: 30 if grows else LONGEST_PROMPT]
         max_new = rng.choice([15, 30, 45]) if grows else rng.choice([0, 1, 3, 8])
         salt = rng.choice(["", "", "", "other"]) if "salts" in operations else ""
-        client = Client(rid, prompt, max_new, salt, self.num_restarts)
+        exact = self.is_lossy and self.insistence.random() < 0.3
+        client = Client(rid, prompt, max_new, salt, exact, incarnation=self.num_restarts)
         if "bad_requests" in operations and rng.random() < 0.1:
             self._spoil(client)
         self.clients[rid] = client
@@ -289,7 +315,7 @@ class Simulation:
                 rid,
                 pack_ids(client.prompt),
                 SamplingParams(max_new_tokens=max_new, temperature=0.0),
-                cache=CacheOptions(salt=salt, checkpoint=marked),
+                cache=CacheOptions(salt=salt, checkpoint=marked, exact=exact),
                 priority=priority,
                 # With new weights the oracle must know which tokens the old ones had made.
                 stream="weight_updates" in operations or len(self.clients) % 2 == 0,
@@ -458,6 +484,7 @@ class Simulation:
             preemptions=self.preemptions + self.core.scheduler.num_preemptions,
             faults=dict(sorted((self.faults.counts + self._tier_faults()).items())),
             levels=levels,
+            lossy_tokens=sum(r.lossy for r in reports),
         )
 
     def _tier_faults(self) -> Counter[str]:

@@ -14,8 +14,10 @@ import numpy as np
 
 from statewise.radix import CostModel, CostObserver, Namespace, Tier, TokenKey
 from statewise.radix.cost import TierCost
+from statewise.radix.lossy import lossy_schema
 from statewise.radix.plan import Level, RecoveryPlan
 from statewise.radix.planner import Budget
+from statewise.radix.validation import GroupEnv, operators_of
 from statewise.runtime.cache.promotion import Offer
 from statewise.runtime.cache.tiering import Tiering
 from statewise.runtime.messages import CacheOptions
@@ -61,11 +63,17 @@ class Scene(Driver):
         bytes_per_s: float = SLOW,
         max_queued_bytes: int = 1 << 30,
         step_bytes: int = 1 << 20,
+        lossy: bool = False,
         **args: object,
     ) -> None:
+        """`lossy`: copies in tiers keep half of each word of history and windows."""
         schema = make_schema(shape, PAGE, 6)
+        schema = lossy_schema(schema, "int8") if lossy else schema
         super().__init__(schema, (blocks,) * schema.num_groups, **args)
+        if lossy:
+            self.core.use_device([GroupEnv(operators=operators_of(s)) for s in schema.groups])
         stores: list[TierStore] = []
+        self.device = SimBlocks(self.worker)
         shapes = self.shapes()
         if host_pages:
             stores.append(HostTier(shapes, [host_pages] * len(shapes)))
@@ -73,14 +81,14 @@ class Scene(Driver):
             stores.append(open_disk(disk, shapes=shapes))
         options = EngineOptions(0, max_queued_bytes, step_bytes=step_bytes)
         self.io = TransferEngine(options, self.clock)
-        copier = Copier(shapes, SimBlocks(self.worker), self.clock, step_bytes=step_bytes)
+        landing = self.device.landing
+        copier = Copier(shapes, self.device, self.clock, step_bytes=step_bytes, landing=landing)
         self.core.use_tiers(Tiers(stores, copier, self.io), lambda _schema: self.shapes())
         self.believe(bytes_per_s)
 
     def shapes(self) -> tuple[GroupShape, ...]:
         """What pages are called under the weights of now."""
-        sizes = [8 * slots for slots in self.worker.slots]
-        return shapes_of(self.schema, sizes, self.epoch, item_bytes=8)
+        return shapes_of(self.schema, self.device.layer_bytes(), self.epoch, item_bytes=8)
 
     def believe(self, bytes_per_s: float, tokens_per_s: float = SLOW_TOKENS_PER_S) -> None:
         """Make the planner take computing and loading for this quick."""

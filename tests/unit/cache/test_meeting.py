@@ -189,6 +189,29 @@ def test_a_page_that_fails_amid_the_others_is_where_they_meet() -> None:
     end(scene)
 
 
+def test_blocks_that_are_written_to_are_nobodys_after_an_abort() -> None:
+    """F32: private blocks of copies that run come back when these have ended, not before."""
+    scene = scene_of()
+    scene.add("again", LONG, 3)
+    scene.step()
+    meeting = meeting_of(scene)
+    held = {g: meeting.blocks(g).tolist() for g in range(scene.schema.num_groups)}
+    running = [t for batch in meeting.batches for t in batch.waiting_for]
+    assert running
+    for transfer in running:
+        transfer.num_running += 1  # a thread is amid one of its steps
+    scene.core.abort("again")
+    scene.step()
+    for group, blocks in held.items():
+        assert not set(blocks) & set(scene.cache.pools[group].free_blocks().tolist())
+    assert any(held.values())
+    scene.core.audit()
+    for transfer in running:
+        transfer.num_running -= 1
+        scene.io._finish(transfer)
+    end(scene)
+
+
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_an_abort_leaves_nothing_behind(after: int) -> None:
     scene = scene_of("WCH")

@@ -41,6 +41,26 @@ def rows_of(scene: Scene, group: str = "full") -> np.ndarray:
     return rows
 
 
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_queue_is_estimated_in_the_bytes_that_costs_are_in(lossy: bool) -> None:
+    """Lossy copies are half as large in their tier as what they become."""
+    scene = stored_scene(lossy=lossy)
+    waits: list[tuple[Tier, float]] = []
+    observer = scene.cache.cost
+    observer.observe_queue = lambda *args: waits.append(args)  # type: ignore[method-assign]
+    promotion = promote(scene)
+    (transfer,) = promotion.waiting_for
+    device_bytes = PAGES * scene.schema.groups[0].block_bytes(4)
+    assert transfer.size_bytes == device_bytes // (2 if lossy else 1)
+    rate = observer.model.tiers[Tier.HOST].bytes_per_s
+    assert waits == [(Tier.HOST, device_bytes / rate)]
+    scene.run_io()
+    assert promotion.is_done
+    assert len(waits) == 1, "and nothing is queued any more"
+    scene.tiering.promotions.release(promotion)
+    scene.quiesce()
+
+
 def test_nothing_can_be_found_before_its_copy_was_confirmed() -> None:
     scene = stored_scene()
     promotion = promote(scene)

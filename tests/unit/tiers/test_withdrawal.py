@@ -121,3 +121,19 @@ def test_a_page_that_arrived_before_its_withdrawal_is_not_handed_over(tmp_path: 
     assert not scene.match(PROMPT[:40]).logical_pages
     scene.tiering.promotions.release(promotion)
     scene.quiesce()
+
+
+def test_what_is_being_destroyed_is_found_by_nobody() -> None:
+    """The order to destroy waits for a thread; names are withdrawn from that moment on."""
+    scene = Scene("F")
+    scene.keep(PROMPT)
+    match = scene.match(PROMPT[:40])
+    names = scene.tiering.stored.names(match.namespace, match.key)
+    where = [scene.tiering.stored.page_address(names, 0, page) for page in range(10)]
+    assert None not in scene.tiering.tiers.find(where)
+    scene.tiering.withdraw(match, 4)
+    assert scene.store().find([where[4].key]) != [NO_HANDLE], "it still lies there"
+    found = scene.tiering.tiers.find(where)
+    assert [location is None for location in found] == [page >= 4 for page in range(10)]
+    scene.run_io()
+    assert scene.store().find([where[4].key]) == [NO_HANDLE]
