@@ -50,20 +50,21 @@ class Row:
     whole: Bytes  # [row_bytes], 4096-aligned
     size: int  # bytes of the payload
     group: str = ""
+    address: int = 0  # where it lies in memory
+
+    def __post_init__(self) -> None:
+        """Find out where it lies, unless the owner knew."""
+        self.address = self.address or address_of(self.whole)
 
     @property
     def data(self) -> Bytes:
         """[size] the payload."""
         return self.whole[: self.size]
 
-    @property
-    def address(self) -> int:
-        """Where it lies in memory."""
-        return address_of(self.whole)
-
     def clear_padding(self) -> None:
         """Zero what follows the payload."""
-        self.whole[self.size :] = 0
+        if self.size < self.whole.size:
+            self.whole[self.size :] = 0
 
 
 class Arena:
@@ -119,8 +120,10 @@ class Slab:
 
     def __init__(self, slabs: Slabs, memory: Bytes) -> None:
         self.memory = memory
+        self.address = address_of(memory)
         self._slabs = slabs
         self._num_rows = 0
+        self._even: tuple[tuple[object, ...], list[Row]] = ((), [])
 
     @property
     def is_used(self) -> bool:
@@ -130,16 +133,32 @@ class Slab:
     def row(self, start: int, end: int, size: int, group: str) -> Row:
         """Memory `start` to `end` as a row of `size` bytes; `Slabs.give_back` ends it."""
         self._num_rows += 1
-        return Row(self, start, self.memory[start:end], size, group)
+        return Row(self, start, self.memory[start:end], size, group, self.address + start)
 
-    def give_back(self) -> None:
-        """One row is used no more."""
-        self._slabs.release(self)
+    def even_rows(self, count: int, first: int, step: int, size: int, group: str) -> list[Row]:
+        """`count` rows of `size` bytes at `first`, `first + step`, ...; kept for the next time.
 
-    def drop(self) -> bool:
-        """Count a row out; whether it was the last. The pool's lock is held."""
-        assert self._num_rows > 0, "a row was given back twice"
-        self._num_rows -= 1
+        Each ends where the next step begins.
+        """
+        kind = (first, step, size, group)
+        known, rows = self._even
+        if known != kind:
+            rows = []
+        for start in range(first + len(rows) * step, first + count * step, step):
+            end = start - first + step
+            rows.append(Row(self, start, self.memory[start:end], size, group, self.address + start))
+        self._even = (kind, rows)
+        self._num_rows += count
+        return rows[:count]
+
+    def give_back(self, count: int = 1) -> None:
+        """So many rows are used no more."""
+        self._slabs.release(self, count)
+
+    def drop(self, count: int) -> bool:
+        """Count rows out; whether these were the last. The pool's lock is held."""
+        assert self._num_rows >= count, "a row was given back twice"
+        self._num_rows -= count
         return not self._num_rows
 
 
@@ -153,20 +172,21 @@ class Slabs:
         self._size = size_bytes
         self._num_kept = num_kept
         self._lock = threading.Lock()
-        self._free: list[Bytes] = []
+        self._free: list[Slab] = []
         self.num_in_use = 0
 
     def take(self, size: int) -> Slab:
         """At least `size` bytes."""
         with self._lock:
             self.num_in_use += 1
-            memory = self._free.pop() if self._free and size <= self._size else None
-        return Slab(self, allocate(max(size, self._size)) if memory is None else memory)
+            if self._free and size <= self._size:
+                return self._free.pop()
+        return Slab(self, allocate(max(size, self._size)))
 
-    def release(self, slab: Slab) -> None:
-        """A row of a slab is used no more."""
+    def release(self, slab: Slab, count: int) -> None:
+        """`count` rows of a slab are used no more."""
         with self._lock:
-            if slab.drop():
+            if slab.drop(count):
                 self._put(slab)
 
     def discard(self, slab: Slab) -> None:
@@ -177,7 +197,7 @@ class Slabs:
     def _put(self, slab: Slab) -> None:
         self.num_in_use -= 1
         if slab.memory.size == self._size and len(self._free) < self._num_kept:
-            self._free.append(slab.memory)
+            self._free.append(slab)
 
 
 def stacked(rows: list[Row]) -> Bytes | None:

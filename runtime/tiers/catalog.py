@@ -81,10 +81,19 @@ class Catalog:
 
     def row_of(self, handle: int) -> IndexRow | None:
         """Where a page lies now; None where it is gone or expired."""
+        return self.rows_of([handle])[0]
+
+    def rows_of(self, handles: Sequence[int]) -> list[IndexRow | None]:
+        """`row_of` of each."""
         now = self._clock.wall()
         with self._lock:
-            row = self._rows.get(handle)
-            return None if row is None or self._is_expired(handle, now) else row
+            return [
+                None if self._ttl_s and self._is_gone(handle, now) else self._rows.get(handle)
+                for handle in handles
+            ]
+
+    def _is_gone(self, handle: int, now: float) -> bool:
+        return handle not in self._rows or self._is_expired(handle, now)
 
     def row_by_key(self, key: bytes) -> IndexRow | None:
         """`row_of` by key."""

@@ -26,12 +26,21 @@ from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.buffers import Row
 from statewise.runtime.tiers.checksums import differing_layers
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord, content_of
-from statewise.runtime.tiers.store import NO_HANDLE, Fetched, Outcome, TierStore
+from statewise.runtime.tiers.store import (
+    NO_HANDLE,
+    Fetched,
+    Outcome,
+    PlainStore,
+    TierStore,
+)
 from statewise.runtime.tiers.transfer import PageResult, Step
 
 Digests = NDArray[np.uint64]
 
 
+LANDED = PageResult(Outcome.OK)
+NOT_LANDED = PageResult(Outcome.FAILED, reason="never confirmed")
+READ_STEPS = 2  # steps that one read of a disk takes: beginning one costs the same
 COMMIT_STEPS = 4  # steps that one commit to a disk takes: waiting for the medium costs the same
 
 
@@ -197,50 +206,86 @@ class Copier:
 
     def load(self, store: TierStore, pages: Sequence[LoadPage]) -> list[Step]:
         """Steps that copy pages of a store into blocks."""
+        plain = store if isinstance(store, PlainStore) else None
 
         def run_of(run: list[LoadPage]) -> Callable[[], list[PageResult]]:
-            return lambda: self._load(store, run)
+            return lambda: self._load(store, plain, run)
 
         return [
             self._step(first, run[0].group, len(run), run_of(run))
-            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self.step_bytes)
+            for first, run in _cut(
+                pages, lambda p: p.group, self._row_bytes, self._read_bytes(store)
+            )
         ]
 
-    def _load(self, store: TierStore, pages: list[LoadPage]) -> list[PageResult]:
-        fetched = store.fetch([page.handle for page in pages])
-        try:
-            return self._land(store, pages, fetched)
-        finally:
-            store.release(fetched)
+    def _read_bytes(self, store: TierStore) -> int:
+        return self.step_bytes * (READ_STEPS if store.tier is Tier.DISK else 1)
+
+    def _load(
+        self, store: TierStore, plain: PlainStore | None, pages: list[LoadPage]
+    ) -> list[PageResult]:
+        results = [NOT_LANDED] * len(pages)
+        if plain is not None:
+            self._load_plain(plain, pages, results)
+        left = [i for i, result in enumerate(results) if result is NOT_LANDED]
+        if left:
+            wanted = [pages[i] for i in left]
+            fetched = store.fetch([page.handle for page in wanted])
+            try:
+                landed = self._land(store, wanted, fetched)
+            finally:
+                store.release(fetched)
+            for i, result in zip(left, landed, strict=True):
+                results[i] = result
+        store.touch([page.handle for page, r in zip(pages, results, strict=True) if r is LANDED])
+        return results
+
+    def _load_plain(
+        self, store: PlainStore, pages: list[LoadPage], results: list[PageResult]
+    ) -> None:
+        """Load what can be loaded without looking at each page; `results` tells which are."""
+        group = pages[0].group
+        wanted = [(page.handle, page.key) for page in pages]
+        for run in store.plain_runs(self.shapes[group].name, wanted):
+            blocks = [pages[i].block for i in run.indices]
+            try:
+                landed = self._blocks.write(group, blocks, run.rows)
+                good = run.confirm(landed)
+            finally:
+                run.release()
+            for i, is_good in zip(run.indices, good, strict=True):
+                if is_good:
+                    results[i] = LANDED
 
     def _land(
         self, store: TierStore, pages: list[LoadPage], fetched: Sequence[Fetched]
     ) -> list[PageResult]:
         group = pages[0].group
-        results = [PageResult(one.outcome, reason=one.reason) for one in fetched]
+        layers = self.shapes[group].num_layers
+        results: list[PageResult] = []
         there: list[tuple[int, Row, PageRecord]] = []
-        for i, (page, one) in enumerate(zip(pages, fetched, strict=True)):
-            if one.row is None or one.record is None:
-                continue
-            layers = self.shapes[group].num_layers
-            if one.record.address.key != page.key or len(one.record.digests) != layers:
-                results[i] = PageResult(Outcome.CORRUPT, reason="another page's record")
+        for page, one in zip(pages, fetched, strict=True):
+            record = one.record
+            if one.row is None or record is None:
+                results.append(PageResult(one.outcome, reason=one.reason))
+            elif record.address.key != page.key or len(record.digests) != layers:
+                results.append(PageResult(Outcome.CORRUPT, reason="another page's record"))
                 store.report_corrupt(page.handle)
             else:
-                there.append((i, one.row, one.record))
-        blocks = [pages[i].block for i, _, _ in there]
+                there.append((len(results), one.row, record))
+                results.append(NOT_LANDED)
         if not there:
             return results
+        blocks = [pages[i].block for i, _, _ in there]
         landed = self._blocks.write(group, blocks, [row for _, row, _ in there])
         same = (np.array([record.digests for _, _, record in there]) == landed).all(axis=1)
         for (i, _, record), sums, is_same in zip(there, landed, same.tolist(), strict=True):
             if is_same:
-                results[i] = PageResult(Outcome.OK, pages[i].handle)
+                results[i] = LANDED
             else:
                 store.report_corrupt(pages[i].handle)
                 bad = differing_layers(record.digests, sums)
                 results[i] = PageResult(Outcome.CORRUPT, bad_layers=bad, reason="digests differ")
-        store.touch([result.handle for result in results if result.outcome is Outcome.OK])
         return results
 
     # ---------------------------------------------------------------- move

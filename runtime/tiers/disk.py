@@ -19,7 +19,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,18 +30,18 @@ from statewise.runtime.tiers.buffers import Arena, Bytes, Row, Slabs
 from statewise.runtime.tiers.catalog import Catalog
 from statewise.runtime.tiers.disk_index import ExtentRow, IndexRow
 from statewise.runtime.tiers.disk_open import Opened, open_directory
+from statewise.runtime.tiers.disk_plain import PlainRun, plain_runs
 from statewise.runtime.tiers.disk_read import (
     MAX_RUN_BYTES,
     Buffers,
     Place,
-    Result,
     read_run,
     read_stored,
     runs_of,
 )
 from statewise.runtime.tiers.extents import EXTENT_HEADER_BYTES, Extent
 from statewise.runtime.tiers.files import Files
-from statewise.runtime.tiers.health import RETRY_S, Health
+from statewise.runtime.tiers.health import OFFLINE, RETRY_S, Health
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageRecord
 from statewise.runtime.tiers.record import Header, RecordError, header_bytes
 from statewise.runtime.tiers.store import (
@@ -352,30 +352,49 @@ class DiskTier:
         results = [Fetched(handle, Outcome.MISSING) for handle in handles]
         if self._opened is None or not self._health.may_read():
             return results
-        places = self._places(handles)
-        for run in runs_of(places):
+        for run in runs_of(self._places(handles)):
             found = read_run(self._extents, self.bodies, self._buffers, run)
+            num_pages = num_bytes = 0
             for place, result in zip(run, found, strict=True):
                 handle = handles[place.index]
-                results[place.index] = self._fetched(handle, place, result)
+                if isinstance(result, tuple):
+                    record, row = result
+                    num_pages += 1
+                    num_bytes += row.size
+                    results[place.index] = Fetched(handle, Outcome.OK, row, record)
+                else:
+                    outcome = self._failed(handle, place.at, result)
+                    results[place.index] = Fetched(handle, outcome, reason=str(result))
+            if num_pages:
+                self._health.read_ok()
+                self._counters.add("pages_read", num_pages)
+                self._counters.add("bytes_read", num_bytes)
         return results
 
-    def _places(self, handles: Sequence[int]) -> list[Place]:
-        places = []
-        for i, handle in enumerate(handles):
-            at = self._catalog.row_of(handle)
-            if at is not None and at.group in self._shapes:
-                places.append(Place(i, at, self._shapes[at.group]))
-        return places
+    def plain_runs(self, group: str, wanted: Sequence[tuple[int, bytes]]) -> Iterator[PlainRun]:
+        """See `PlainStore`."""
+        if self._opened is None or self._health.state == OFFLINE or self.bodies.secret:
+            return
+        places = self._places([handle for handle, _ in wanted])
+        places = [
+            place
+            for place in places
+            if place.at.group == group and place.at.key == wanted[place.index][1]
+        ]
+        for run in plain_runs(self._extents, self._buffers.slabs, places):
+            yield run
+            if run.num_confirmed:
+                self._health.read_ok()
+                self._counters.add("pages_read", run.num_confirmed)
+                self._counters.add("bytes_read", run.num_confirmed * run.rows[0].size)
 
-    def _fetched(self, handle: int, place: Place, result: Result) -> Fetched:
-        if isinstance(result, tuple):
-            record, row = result
-            self._health.read_ok()
-            self._counters.add("pages_read")
-            self._counters.add("bytes_read", row.size)
-            return Fetched(handle, Outcome.OK, row, record)
-        return Fetched(handle, self._failed(handle, place.at, result), reason=str(result))
+    def _places(self, handles: Sequence[int]) -> list[Place]:
+        shapes = self._shapes
+        return [
+            Place(i, at, shapes[at.group])
+            for i, at in enumerate(self._catalog.rows_of(handles))
+            if at is not None and at.group in shapes
+        ]
 
     def _failed(self, handle: int, at: IndexRow, error: RecordError | OSError) -> Outcome:
         """Count a page that could not be read, and drop it unless the medium may recover."""

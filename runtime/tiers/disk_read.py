@@ -3,12 +3,14 @@
 A plain payload is used where it was read, between the headers: a medium reads one large piece of
 memory faster than many small ones, and it is copied once, into the block it is for. A header is
 believed if its checksum is the one that the index holds, and it names this place and this key.
+Loads into blocks read plain pages by `disk_plain` first, which is quicker and only ever says yes.
 
 This module does not know the catalog, and drops nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,10 +27,10 @@ from statewise.runtime.tiers.record import (
     decode_header,
 )
 
-MAX_RUN_BYTES = 4 << 20  # headers included: what a medium takes as one request
+MAX_RUN_BYTES = 8 << 20  # headers included: one read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """A page to read: where it lies and what it should be."""
 
@@ -52,12 +54,18 @@ class Buffers:
 
     def discard(self, rows: Iterable[Row]) -> None:
         """Give back rows that `read_run`, or an arena, gave."""
+        read: Counter[Slab] = Counter()
         for row in rows:
             if isinstance(row.owner, Slab):
-                row.owner.give_back()
+                read[row.owner] += 1
             elif row.owner is self.arenas.get(row.group):
                 self.arenas[row.group].give_back([row])
+        for slab, count in read.items():
+            slab.give_back(count)
 
+
+_WHERE = slice(1, 3)  # extent and offset of an `IndexRow`
+assert IndexRow._fields[:4] == ("key", "extent", "offset", "record_bytes")
 
 Page = tuple[PageRecord, Row]
 Result = Page | RecordError | OSError
@@ -66,16 +74,15 @@ Result = Page | RecordError | OSError
 def runs_of(places: Sequence[Place]) -> Iterator[list[Place]]:
     """Neighbours in one extent, at most `MAX_RUN_BYTES` together (or one page)."""
     run: list[Place] = []
-    size = 0
-    for place in sorted(places, key=lambda p: (p.at.extent, p.at.offset)):
-        at = place.at
-        follows = run and run[-1].at.extent == at.extent
-        follows = follows and run[-1].at.offset + run[-1].at.record_bytes == at.offset
-        if run and (not follows or size + at.record_bytes > MAX_RUN_BYTES):
+    size, follows = 0, (0, 0)  # bytes of the run; where its next page would lie
+    for place in sorted(places, key=lambda p: p.at[_WHERE]):
+        _, extent, offset, record_bytes = place.at[:4]
+        if run and (follows != (extent, offset) or size + record_bytes > MAX_RUN_BYTES):
             yield run
             run, size = [], 0
         run.append(place)
-        size += at.record_bytes
+        size += record_bytes
+        follows = (extent, offset + record_bytes)
     if run:
         yield run
 

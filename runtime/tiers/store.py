@@ -11,17 +11,20 @@ corruption, a failing device) and say so in `pop_dropped`.
 
 Threads: `find`, `record`, `content`, `touch`, `free`, `oldest`, `pop_dropped`, `status` return at
 once and may be called from the control plane; `stage`, `commit`, `fetch`, `release`, `discard`,
-`withdraw` are for I/O threads. All are thread-safe. None raises for a page that is missing, damaged
-or refused.
+`withdraw`, `plain_runs` are for I/O threads. All are thread-safe. None raises for a page that is
+missing, damaged or refused.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from statewise.radix.segment import Tier
 from statewise.runtime.errors import OperatingError
@@ -178,6 +181,41 @@ class TierStore(Protocol):
 
     def close(self) -> None:
         """Stop using it. Idempotent."""
+        ...
+
+
+class StoredRun(Protocol):
+    """Pages that were read together and are not verified. `indices`: in the caller's order."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Which of the pages asked for these are."""
+        ...
+
+    @property
+    def rows(self) -> list[Row]:
+        """Their payloads."""
+        ...
+
+    def confirm(self, landed: NDArray[np.uint64]) -> list[bool]:
+        """Whether each is the page asked for, and has these digests [n, num_layers]."""
+        ...
+
+    def release(self) -> None:
+        """The rows are no longer read."""
+        ...
+
+
+@runtime_checkable
+class PlainStore(TierStore, Protocol):
+    """A store that gives payloads before it has verified what they are."""
+
+    def plain_runs(self, group: str, wanted: Sequence[tuple[int, bytes]]) -> Iterator[StoredRun]:
+        """Payloads of a group's pages, (handle, key) each, as soon as they are read.
+
+        To be copied into private memory, confirmed, and released before the next. What is in none
+        of the runs, or is not confirmed, must be fetched: that says what is wrong. For I/O threads.
+        """
         ...
 
 

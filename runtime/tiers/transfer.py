@@ -28,7 +28,7 @@ import itertools
 import os
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,14 +112,6 @@ class Transfer:
     def num_ok(self) -> int:
         """Pages that arrived."""
         return sum(r is not None and r.outcome is Outcome.OK for r in self.results)
-
-    @property
-    def num_ready(self) -> int:
-        """Pages from the first on that have arrived, without a gap."""
-        for i, result in enumerate(self.results):
-            if result is None or result.outcome is not Outcome.OK:
-                return i
-        return self.num_pages
 
 
 Heap = list[tuple[int, int, Transfer]]
@@ -414,7 +406,8 @@ class TransferEngine:
             self._num_loading -= transfer.priority is not Priority.DEMOTE
             if not transfer.num_running and not transfer.pending:
                 self._finish(transfer)
-            self._changed.notify_all()
+            if transfer.is_done or self._is_decoding:  # nobody waits for a step, but turns
+                self._changed.notify_all()
         if transfer.is_done and self._notify is not None:
             self._notify()
 
@@ -423,8 +416,8 @@ class TransferEngine:
             f"{transfer.kind}: {len(results)} of {step.count} results"
         )
         transfer.results[step.first : step.first + step.count] = results
-        for result in results:
-            self.counters.add(f"{transfer.kind}_{result.outcome.value}")
+        for outcome, count in Counter(result.outcome for result in results).items():
+            self.counters.add(f"{transfer.kind}_{outcome.value}", count)
 
     def _finish(self, transfer: Transfer) -> None:
         transfer.finished_s = self._clock.monotonic()

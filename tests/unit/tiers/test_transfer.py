@@ -65,7 +65,7 @@ def test_steps_run_in_order_of_priority_and_of_submission() -> None:
     two = transfer(step(0, lambda: log.append("l1")), step(1, lambda: log.append("l2")))
     engine.submit(two)
     assert engine.run_one()
-    assert (two.num_ready, two.is_done) == (1, False)
+    assert (two.num_ok, two.is_done) == (1, False)
     assert engine.drain()
     assert log == ["l1", "l2", "p", "d1", "d2"]
     assert two.is_done
@@ -95,7 +95,7 @@ def test_completion_is_delivered_once_and_by_poll() -> None:
     assert done == [one]
     assert engine.poll() == []
     assert one.results == [OK, OK]
-    assert one.num_ok == one.num_ready == 2
+    assert one.num_ok == 2
 
 
 def test_an_empty_transfer_is_done_at_once() -> None:
