@@ -2,8 +2,10 @@
 
     writing     state is copied out all the time          alone, writing, alone, loading, alone, ...
     loading     state is copied from disk all the time    windows of one request's tokens, in turn
-    restore     requests whose prefixes lie on disk arrive while it decodes: six of 8000 tokens of
-                SmolLM2-135M are 1 GiB
+    restore     1 GiB is loaded from disk, once (six prompts of 8000 tokens of SmolLM2-135M): by the
+                way that requests' loads take, into blocks that nothing is computed in meanwhile
+    arrivals    the six prompts themselves arrive: loaded, then computed and decoded in the same
+                batches
 
 Windows alternate within one run, so that what others do on the machine hits all kinds alike; the
 figure is the median over the rounds of each window's median, beside the windows alone before and
@@ -195,11 +197,11 @@ class Figures:
             bench.settle()
         tiering.demotion.note = note  # type: ignore[method-assign]
 
-    def pages_on_disk(self) -> list[LoadPage]:
-        """Pages of the first prompt, and blocks for them that the cache does not use."""
-        namespace, key, _ = self.paths[0]
+    def pages_on_disk(self, path: int, at_most: int) -> list[LoadPage]:
+        """Pages of a prompt, and blocks for them that the cache does not use."""
+        namespace, key, _ = self.paths[path]
         names = self.tiering.stored.names(namespace, key)
-        count = min(LOAD_PAGES, len(key) // self.bench.core.cache.schema.page_size)
+        count = min(at_most, len(key) // self.bench.core.cache.schema.page_size)
         stored = [self.tiering.stored.page_address(names, 0, page) for page in range(count)]
         handles = self.tiering.tiers.stores[Tier.DISK].find([a.key for a in stored])
         blocks = self.bench.core.cache.pools[0].allocate(count).tolist()
@@ -210,7 +212,7 @@ class Figures:
 
     def windows(self, rounds: int) -> dict[str, Any]:
         """Rounds of alone, writing, alone, loading."""
-        pages = self.pages_on_disk()
+        pages = self.pages_on_disk(0, LOAD_PAGES)
         kinds: dict[str, Callable[[], Copies]] = {
             "writing": lambda: Writing(self.tiering, self.paths),
             "loading": lambda: Loading(self.tiering, pages),
@@ -250,6 +252,32 @@ class Figures:
         } | {"alone": quantiles(pooled["alone"])}
 
     def restore(self) -> dict[str, Any]:
+        """The pages of all prompts are loaded once while a request decodes."""
+        self.bench.forget(Tier.HOST)
+        loads = [self.pages_on_disk(i, 1 << 30) for i in range(len(self.paths))]
+        decoder = Decoder(self.bench, 4000)
+        alone = decoder.window(lambda: None, WINDOW)
+        first = len(decoder.times) - 1
+        began = time.perf_counter()
+        transfers = [self.tiering.tiers.load(Tier.DISK, pages) for pages in loads]
+        while not all(transfer.is_done for transfer in transfers):
+            decoder.step()
+        seconds = time.perf_counter() - began
+        gaps = np.diff(decoder.times[first:]).tolist()
+        alone += decoder.window(lambda: None, WINDOW)
+        decoder.end()
+        assert all(t.num_ok == t.num_pages for t in transfers), "a page did not arrive"
+        size = sum(transfer.size_bytes for transfer in transfers)
+        for pages in loads:
+            blocks = np.array([page.block for page in pages], dtype=np.int32)
+            self.bench.core.cache.pools[0].free(blocks)
+        return {
+            "seconds": round(seconds, 3), "mib": size >> 20, "mb_per_s": round(size / seconds / 1e6, 1),
+            "ratio": round(statistics.median(gaps) / statistics.median(alone), 3),
+            "during": quantiles(gaps), "alone": quantiles(alone),
+        }  # fmt: skip
+
+    def arrivals(self) -> dict[str, Any]:
         """All prompts come back from disk while a request decodes."""
         self.bench.forget(Tier.HOST)
         decoder = Decoder(self.bench, 2000)
@@ -306,6 +334,7 @@ def main() -> None:
         figures = Figures(bench, args.length, args.prompts)
         report["windows"] = figures.windows(args.rounds)
         report["restore"] = figures.restore()
+        report["arrivals"] = figures.arrivals()
         report["load_average_after"] = os.getloadavg()
         bench.core.close()
     print(json.dumps(report, indent=1))

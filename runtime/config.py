@@ -217,6 +217,13 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _help("tiers", "file of 32 random bytes: encrypt state on disk and in the object store"),
     ] = ""
+    load_share: Annotated[
+        float,
+        _share(
+            "tiers",
+            "part of all processors' time that loads from slower tiers may take while rows decode",
+        ),
+    ] = 0.2
 
     max_running_requests: Annotated[
         int, _count("scheduling", "most requests that run at the same time", 1)

@@ -37,6 +37,7 @@ from statewise.runtime.tiers.lossy_io import LossyIO, lossy_environments
 from statewise.runtime.tiers.page import GroupShape, shapes_of
 from statewise.runtime.tiers.remote import RemoteTier
 from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
+from statewise.runtime.tiers.transfer import EngineOptions
 
 log = logging.getLogger(__name__)
 GB = 10**9
@@ -46,6 +47,7 @@ MAX_PROBE_BLOCKS = 64
 CODEC_SAMPLES = 8  # pages
 AUTO = "auto"
 SMALLEST_S = 1e-6
+LEAST_SHARE = 1e-3  # of processor time: a load that nothing else holds up ends some time
 # An I/O thread that computes holds the interpreter for at most this long (its default is 5 ms):
 # a decoding step asks for it after every kernel.
 SWITCH_INTERVAL_S = 5e-4
@@ -121,6 +123,7 @@ class SlowerTiers:
             remote_url=args.remote_cache,
             remote_codec=_first_codec(args.remote_cache_codec),
             key_file=args.cache_key_file,
+            engine=EngineOptions(loading_share=max(args.load_share, LEAST_SHARE)),
         )
         shapes = self.shapes(self._store.schema)
         blocks = {pool.spec.name: pool.num_blocks for pool in self._store.groups}

@@ -40,7 +40,6 @@ Digests = NDArray[np.uint64]
 
 LANDED = PageResult(Outcome.OK)
 NOT_LANDED = PageResult(Outcome.FAILED, reason="never confirmed")
-READ_STEPS = 2  # steps that one read of a disk takes: beginning one costs the same
 COMMIT_STEPS = 4  # steps that one commit to a disk takes: waiting for the medium costs the same
 
 
@@ -213,13 +212,8 @@ class Copier:
 
         return [
             self._step(first, run[0].group, len(run), run_of(run))
-            for first, run in _cut(
-                pages, lambda p: p.group, self._row_bytes, self._read_bytes(store)
-            )
+            for first, run in _cut(pages, lambda p: p.group, self._row_bytes, self.step_bytes)
         ]
-
-    def _read_bytes(self, store: TierStore) -> int:
-        return self.step_bytes * (READ_STEPS if store.tier is Tier.DISK else 1)
 
     def _load(
         self, store: TierStore, plain: PlainStore | None, pages: list[LoadPage]

@@ -1,7 +1,7 @@
 """Plain pages on their way into blocks: read in runs, copied, and only then verified.
 
 Whatever a thread does for each page holds the interpreter's lock, and after every read it comes out
-of cold caches. So a run is copied as soon as it is read, into blocks which nobody reads before their
+of cold caches. So a run is copied as soon as it is read, into blocks that nobody reads before their
 pages were confirmed, and what is compared is compared afterwards, as bytes. A page is confirmed if
 its header is the one that the index names (`PlainHeaders`), and the digests in it are those of what
 lies in the block.

@@ -27,7 +27,7 @@ from statewise.runtime.tiers.record import (
     decode_header,
 )
 
-MAX_RUN_BYTES = 8 << 20  # headers included: one read
+MAX_RUN_BYTES = 4 << 20  # headers included: one read; larger ones fill colder memory
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ A transfer is cut into steps of a few megabytes. Loads have threads of their own
 in order of priority; those of one load run side by side, so that a medium always has a read to do
 while another's bytes are checked. Demotions have one thread, at low priority: they run one after
 the other, wait where a bandwidth bound says so, and are refused where too many bytes are queued:
-then the caller lets go of the page instead. While `decoding` is set, they take a small share of the
-machine's processor time, measured step by step. Nothing here makes the control plane wait, except
+then the caller lets go of the page instead. While `decoding` is set, both rest after each step, so
+that they take no more than a share of the machine's processor time: what they take, rows that
+decode do not have. Nothing here makes the control plane wait, except
 `wait`.
 
 `on_done` runs in `poll`, on the control plane's thread, once for each transfer that was accepted,
@@ -136,16 +137,16 @@ class Pacer:
             self._next_s = now + size_bytes / self._bytes_per_s
 
     def rest(self, seconds: float) -> None:
-        """Nothing goes for so long."""
-        self._next_s = max(self._next_s, self._clock.monotonic() + seconds)
+        """Nothing goes for so long, after what was to be waited for anyway."""
+        self._next_s = max(self._next_s, self._clock.monotonic()) + seconds
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """How much the engine may do at a time. Bytes, bytes per second.
 
-    While rows decode, `decoding_share` is the part of all processors' time that demotions may take,
-    and `loads_beside_rows` how many steps of loads run at a time.
+    While rows decode, `decoding_share` and `loading_share` are the parts of all processors' time that
+    demotions and loads may take, and `loads_beside_rows` how many steps of loads run at a time.
     """
 
     num_threads: int = 3  # for loads; 0: steps run in `run_one` and `wait`
@@ -153,6 +154,7 @@ class EngineOptions:
     demote_bytes_per_s: float = 0.0  # 0: unbounded
     step_bytes: int = 4 << 20
     decoding_share: float = 0.01
+    loading_share: float = 0.2
     loads_beside_rows: int = 1
 
 
@@ -184,11 +186,13 @@ class TransferEngine:
         self._clock = clock
         self._notify = notify
         self._pacer = Pacer(options.demote_bytes_per_s, clock)
-        self._rests = Pacer(0.0, clock)  # of demotions, while rows decode
-        self._share = options.decoding_share * num_processors()
+        # While rows decode: when demotions, and when loads, have rested.
+        self._rests = {demotes: Pacer(0.0, clock) for demotes in (True, False)}
+        self._shares = {True: options.decoding_share, False: options.loading_share}
         self._is_decoding = False
         self._num_loading = 0  # steps of loads that run
         self._num_draining = 0  # callers that wait for everything
+        self._num_waiting = 0  # that wait for one transfer: nothing decodes meanwhile
         self._changed = threading.Condition()
         self._loads: Heap = []
         self._demotions: Heap = []
@@ -272,7 +276,12 @@ class TransferEngine:
                 pass
             return transfer.is_done
         with self._changed:
-            return self._changed.wait_for(lambda: transfer.is_done, timeout_s)
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: transfer.is_done, timeout_s)
+            finally:
+                self._num_waiting -= 1
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Until nothing is queued or running; False where time ran out. Demotions do not rest."""
@@ -349,7 +358,7 @@ class TransferEngine:
             with self._changed:
                 taken = None
                 while taken is None:
-                    delay = self._delay_s() if demotes else 0.0
+                    delay = self._delay_s(demotes)
                     taken = None if delay or self._must_wait(heap) else self._take(heap)
                     if taken is None:
                         if self._is_closing:
@@ -357,19 +366,22 @@ class TransferEngine:
                         self._changed.wait(delay or None)
             began = thread_seconds()
             self._run(*taken)
-            if demotes:
-                self._rests.rest((thread_seconds() - began) * (1.0 / self._share - 1.0))
+            if self._is_decoding:
+                share = min(self._shares[demotes] * num_processors(), 1.0)
+                with self._changed:
+                    self._rests[demotes].rest((thread_seconds() - began) * (1.0 / share - 1.0))
 
     def _must_wait(self, heap: Heap) -> bool:
         """Whether a load would be one too many beside rows that decode."""
         bound = self.options.loads_beside_rows
         return self._is_decoding and heap is self._loads and self._num_loading >= bound
 
-    def _delay_s(self) -> float:
-        """Seconds until the next demotion may go."""
+    def _delay_s(self, demotes: bool) -> float:
+        """Seconds until the next demotion, or load, may go."""
         may_rest = self._is_decoding and not self._num_draining
-        rest = self._rests.delay_s() if may_rest else 0.0
-        return max(self._pacer.delay_s(), rest)
+        if not demotes:
+            return self._rests[False].delay_s() if may_rest and not self._num_waiting else 0.0
+        return max(self._pacer.delay_s(), self._rests[True].delay_s() if may_rest else 0.0)
 
     def _take(self, heap: Heap) -> tuple[Transfer, Step] | None:
         """Next step; the lock is held."""

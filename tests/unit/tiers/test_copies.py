@@ -233,7 +233,7 @@ def test_a_reader_that_looks_only_at_ready_pages_never_sees_poison(tmp_path: Pat
     """F31: pages of a load become readable one by one; what is not ready may hold anything."""
     disk = open_disk(tmp_path / "c")
     world = World([disk])
-    where = addresses(15)
+    where = addresses(9)
     world.demote(Tier.DISK, world.fill(0, where))
     handles = disk.find([a.key for a in where])
     world.blocks.pools[0][:] = 0xEE
@@ -250,7 +250,7 @@ def test_a_reader_that_looks_only_at_ready_pages_never_sees_poison(tmp_path: Pat
                 assert world.holds(0, 16 + i, where[i])
             else:
                 assert (world.blocks.pools[0][16 + i] == 0xEE).all()
-    assert seen == [6, 12, 15]
+    assert seen == [3, 6, 9]
     world.tiers.close()
 
 

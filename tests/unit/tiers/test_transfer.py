@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from statewise.radix.segment import Tier
-from statewise.runtime.clock import SystemClock
+from statewise.runtime.clock import SystemClock, thread_seconds
 from statewise.runtime.tiers.store import Outcome
 from statewise.runtime.tiers.transfer import (
     EngineOptions,
@@ -269,6 +269,35 @@ def test_demotions_rest_while_rows_decode_and_go_on_when_none_do() -> None:
     engine.submit(third)
     assert engine.drain(30), "whoever waits for all of them does not wait for rests"
     assert third.num_ok == 1
+    engine.close()
+
+
+def test_loads_rest_while_rows_decode_unless_somebody_waits_for_them() -> None:
+    clock = ManualClock()
+    engine = TransferEngine(EngineOptions(num_threads=1, loading_share=1e-9), clock)
+    engine.decoding = True
+    used, first = threading.Event(), threading.Event()
+
+    def use() -> None:
+        began = thread_seconds()
+        while thread_seconds() == began:
+            pass
+        first.set()
+
+    one = transfer(step(0, use), step(1, used.set))
+    engine.submit(one)
+    assert first.wait(30)
+    assert not used.wait(0.05), "it rests for a billion times what the first step used"
+    engine.decoding = False
+    assert used.wait(30)
+    engine.decoding = True
+    two = transfer(step(0))
+    engine.submit(two)
+    assert engine.wait(two, 30), "nothing decodes while somebody waits"
+    three = transfer(step(0))
+    engine.submit(three)
+    assert engine.drain(30)
+    assert three.num_ok == 1
     engine.close()
 
 
