@@ -42,6 +42,7 @@ Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 PAGES_PER_TICK = 64  # looked at between two steps
 PAGES_BESIDE_ROWS = 16  # while rows decode: they wait for it
+QUEUED_BESIDE_ROWS = 16 << 20  # bytes, while rows decode: more of them would only wait, pinned
 MAX_PATHS = 256  # queued; more push out the oldest
 PIN_SHARE = 0.25  # of a pool, for copies that are queued or run
 LOW_SHARE = 0.25  # free blocks below which the oldest paths are copied early
@@ -127,9 +128,12 @@ class Demotion:
         """Queue the next copies, a bounded number."""
         if self._clock.monotonic() < self._paused_until_s or (self._is_full and self._open):
             return
+        decoding = self._tiers.engine.decoding
+        if decoding and sum(copy.size_bytes for copy in self._open) >= QUEUED_BESIDE_ROWS:
+            return
         if not self._paths:
             self._look_ahead()
-        left = PAGES_BESIDE_ROWS if self._tiers.engine.decoding else PAGES_PER_TICK
+        left = PAGES_BESIDE_ROWS if decoding else PAGES_PER_TICK
         while self._paths and left > 0:
             path = self._paths[0]
             match = self._tree.match(path.namespace, path.key)

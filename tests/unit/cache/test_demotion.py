@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from statewise.radix import Cause, Tier
+from statewise.runtime.cache import demotion
 from statewise.runtime.tiers.store import NO_HANDLE
+from statewise.runtime.tiers.transfer import Priority
 from support.tier_scene import PROMPT, Scene
 
 FULL_PAGES = len(PROMPT) // 4
@@ -89,6 +91,30 @@ def test_a_long_path_is_copied_in_parts_under_the_right_names() -> None:
     again = scene.serve("again", long)
     assert again.report is not None
     assert again.report.loaded == 600
+
+
+def test_what_decodes_does_not_wait_for_copies_to_be_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies keep to a small share then: what is queued beyond a few of them only waits, pinned."""
+    scene = Scene("F", blocks=200, host_pages=200)
+    page = scene.tiering.tiers.shapes[0].block_bytes
+    monkeypatch.setattr(demotion, "QUEUED_BESIDE_ROWS", 20 * page)
+    scene.serve("first", LONG)
+    scene.tiering.set_decoding(True)
+    for _ in range(20):
+        scene.tiering.poll()
+    queued = scene.tiering.tiers.engine.queued_bytes(Priority.DEMOTE)
+    assert queued == 32 * page, "two ticks of sixteen pages"
+    scene.run_io()
+    scene.tiering.poll()
+    assert scene.num_stored("full") == 32, "and goes on when these have ended"
+    assert scene.tiering.tiers.engine.queued_bytes(Priority.DEMOTE) == 16 * page
+    scene.tiering.set_decoding(False)
+    while scene.tiering.is_busy:
+        scene.tiering.poll()
+        scene.run_io()
+    assert scene.num_stored("full") == 101
 
 
 LONG = [1 + (i * i) % 90 for i in range(4 * 100 + 1)]
