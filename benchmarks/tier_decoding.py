@@ -272,7 +272,8 @@ class Figures:
             blocks = np.array([page.block for page in pages], dtype=np.int32)
             self.bench.core.cache.pools[0].free(blocks)
         return {
-            "seconds": round(seconds, 3), "mib": size >> 20, "mb_per_s": round(size / seconds / 1e6, 1),
+            "seconds": round(seconds, 3), "mib": size >> 20,
+            "mb_per_s": round(size / seconds / 1e6, 1),
             "ratio": round(statistics.median(gaps) / statistics.median(alone), 3),
             "during": quantiles(gaps), "alone": quantiles(alone),
         }  # fmt: skip

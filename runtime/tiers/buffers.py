@@ -151,6 +151,10 @@ class Slab:
         self._num_rows += count
         return rows[:count]
 
+    def forget_rows(self) -> None:
+        """It is not kept: rows that were would keep its memory, being in a circle with it."""
+        self._even = ((), [])
+
     def give_back(self, count: int = 1) -> None:
         """So many rows are used no more."""
         self._slabs.release(self, count)
@@ -198,6 +202,8 @@ class Slabs:
         self.num_in_use -= 1
         if slab.memory.size == self._size and len(self._free) < self._num_kept:
             self._free.append(slab)
+        else:
+            slab.forget_rows()
 
 
 def stacked(rows: list[Row]) -> Bytes | None:

@@ -145,8 +145,8 @@ class Pacer:
 class EngineOptions:
     """How much the engine may do at a time. Bytes, bytes per second.
 
-    While rows decode, `decoding_share` and `loading_share` are the parts of all processors' time that
-    demotions and loads may take, and `loads_beside_rows` how many steps of loads run at a time.
+    While rows decode, `decoding_share` and `loading_share` are the parts of all processors' time
+    that demotions and loads may take, `loads_beside_rows` how many steps of loads run at a time.
     """
 
     num_threads: int = 3  # for loads; 0: steps run in `run_one` and `wait`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from statewise.runtime.tiers.buffers import Slabs
 from statewise.runtime.tiers.copies import Copier, LoadPage
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.disk_plain import plain_headers
@@ -326,3 +328,17 @@ def test_encoded_pages_take_the_long_way(folder: Path) -> None:
     for run in found:
         run.release()
     disk.close()
+
+
+def test_buffers_that_are_not_kept_are_given_back_at_once() -> None:
+    """Memory of large reads must not wait for the garbage collector."""
+    slabs = Slabs(4096, num_kept=1)
+    kept, large = slabs.take(4096), slabs.take(8192)
+    held = [weakref.ref(slab) for slab in (kept, large)]
+    for slab, count in ((kept, 1), (large, 2)):
+        rows = slab.even_rows(count, 0, 4096, 4000, "full")
+        assert [row.address - slab.address for row in rows] == [0, 4096][:count]
+        assert slab.even_rows(count, 0, 4096, 4000, "full")[0] is rows[0], "kept for the next time"
+        slab.give_back(2 * count)
+    del kept, large, slab, rows
+    assert [ref() is None for ref in held] == [False, True]
