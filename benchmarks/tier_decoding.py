@@ -2,10 +2,9 @@
 
     writing     state is copied out all the time          alone, writing, alone, loading, alone, ...
     loading     state is copied from disk all the time    windows of one request's tokens, in turn
-    restore     1 GiB is loaded from disk, once (six prompts of 8000 tokens of SmolLM2-135M): by the
-                way that requests' loads take, into blocks that nothing is computed in meanwhile
-    arrivals    the six prompts themselves arrive: loaded, then computed and decoded in the same
-                batches
+    restore     the prompts' pages are loaded from disk until it was 1 GiB: by the way that requests'
+                loads take, into blocks that nothing is computed in meanwhile
+    arrivals    the prompts themselves arrive: loaded, then computed and decoded in the same batches
 
 Windows alternate within one run, so that what others do on the machine hits all kinds alike; the
 figure is the median over the rounds of each window's median, beside the windows alone before and
@@ -37,6 +36,7 @@ from statewise.runtime.tiers.transfer import Transfer
 
 WINDOW = 60  # tokens of one window
 LOAD_PAGES = 400  # of one load, at most
+RESTORE_BYTES = 1 << 30
 
 
 class Copies:
@@ -259,15 +259,17 @@ class Figures:
         alone = decoder.window(lambda: None, WINDOW)
         first = len(decoder.times) - 1
         began = time.perf_counter()
-        transfers = [self.tiering.tiers.load(Tier.DISK, pages) for pages in loads]
-        while not all(transfer.is_done for transfer in transfers):
-            decoder.step()
+        done: list[Transfer] = []
+        while sum(transfer.size_bytes for transfer in done) < RESTORE_BYTES:
+            done += [self.tiering.tiers.load(Tier.DISK, pages) for pages in loads]
+            while not all(transfer.is_done for transfer in done):
+                decoder.step()
         seconds = time.perf_counter() - began
         gaps = np.diff(decoder.times[first:]).tolist()
         alone += decoder.window(lambda: None, WINDOW)
         decoder.end()
-        assert all(t.num_ok == t.num_pages for t in transfers), "a page did not arrive"
-        size = sum(transfer.size_bytes for transfer in transfers)
+        assert all(t.num_ok == t.num_pages for t in done), "a page did not arrive"
+        size = sum(transfer.size_bytes for transfer in done)
         for pages in loads:
             blocks = np.array([page.block for page in pages], dtype=np.int32)
             self.bench.core.cache.pools[0].free(blocks)
