@@ -2,7 +2,7 @@
 
     writing     state is copied out all the time          alone, writing, alone, loading, alone, ...
     loading     state is copied from disk all the time    windows of one request's tokens, in turn
-    restore     the prompts' pages are loaded from disk until it was 1 GiB: by the way that requests'
+    restore     the prompts' pages are loaded from disk until it was 1 GiB: the way that requests'
                 loads take, into blocks that nothing is computed in meanwhile
     arrivals    the prompts themselves arrive: loaded, then computed and decoded in the same batches
 
