@@ -66,7 +66,8 @@ class BlockRows:
     ) -> Digests:
         """Copy each block [n] to the row at its address [n], or back: [n, L] digests.
 
-        The digests are those of the blocks afterwards. IndexError for a block outside the pools.
+        The digests are those of the words that were copied. IndexError for a block outside the
+        pools.
         """
         out = np.empty((len(blocks), len(self._layers)), dtype=np.uint64)
         if not len(blocks):

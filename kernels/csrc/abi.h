@@ -159,7 +159,7 @@ struct BlockRowsParams {
   uint8_t* const* layers;  // [num_layers] pools
   const int32_t* blocks;   // [num_blocks]
   uint8_t* const* rows;    // [num_blocks]
-  uint64_t* out;           // [num_blocks, num_layers] digests of the blocks afterwards
+  uint64_t* out;           // [num_blocks, num_layers] digests of what was copied
   int64_t num_layers;
   int64_t num_blocks;
   int64_t block_stride;  // bytes, the same in all layers

@@ -169,42 +169,54 @@ inline U mix(U x) {
   return x ^ (x >> 32);
 }
 
-// Digest of the `bytes` at `p`. With `to` and `from`, one of which is `p`, they are copied as well,
-// and `p` is read after each piece: one pass over memory, and the digest of what lies at `p`.
+constexpr int64_t kCopyFetchBytes = 2048;  // a copy reads this far ahead
+
+// Eight words to memory; past the caches where the instruction set can and the place allows it.
+template <typename V>
+inline void put_words(uint8_t* to, const V& x, bool past_caches) {
+#if SW_WIDTH >= 16
+  if (past_caches) {
+    _mm512_stream_si512((__m512i*)to, (__m512i)x);
+    return;
+  }
+#endif
+  (void)past_caches;
+  __builtin_memcpy(to, &x, sizeof x);
+}
+
+// Digest of the `bytes` at `p`, which are copied to `to` on the way: the very words that were read.
+// A copy is not read again soon, so it does not pass through the caches: a third less traffic.
 template <bool kCopies>
-inline uint64_t digest(const uint8_t* p, int64_t bytes, uint8_t* to, const uint8_t* from) {
+inline uint64_t digest(const uint8_t* p, int64_t bytes, uint8_t* to) {
   constexpr int kLanes = 8;
   typedef uint64_t vq __attribute__((vector_size(8 * kLanes)));
   vq key, total = {};
   for (int i = 0; i < kLanes; ++i) key[i] = (uint64_t)(i + 1) * kGolden;
+  const bool past_caches = kCopies && (uintptr_t)to % 64 == 0;
   int64_t at = 0;
   for (; at + 8 * kLanes <= bytes; at += 8 * kLanes) {
     vq x;
-    if (kCopies) {
-      __builtin_memcpy(&x, from + at, sizeof x);
-      __builtin_memcpy(to + at, &x, sizeof x);
-      __asm__ __volatile__("" : : "r"(p), "r"(to) : "memory");  // `p` is read again
-    }
+    if (kCopies) __builtin_prefetch(p + at + kCopyFetchBytes);
     __builtin_memcpy(&x, p + at, sizeof x);
+    if (kCopies) put_words(to + at, x, past_caches);
     total += mix(x ^ key);
     key += kGolden * kLanes;
-  }
-  if (kCopies) {
-    __builtin_memcpy(to + at, from + at, bytes - at);
-    __asm__ __volatile__("" : : "r"(p), "r"(to) : "memory");
   }
   uint64_t sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += total[i];
   for (; at < bytes; at += 8) {
+    const int64_t left = least<int64_t>(8, bytes - at);
     uint64_t x = 0;
-    for (int64_t i = 0; i < 8 && at + i < bytes; ++i) x |= (uint64_t)p[at + i] << (8 * i);
+    for (int64_t i = 0; i < left; ++i) x |= (uint64_t)p[at + i] << (8 * i);
+    if (kCopies) {
+      for (int64_t i = 0; i < left; ++i) to[at + i] = (uint8_t)(x >> (8 * i));
+    }
     sum += mix(x ^ ((uint64_t)(at / 8 + 1) * kGolden));
   }
   return mix(sum + (uint64_t)bytes);
 }
 
-// On the calling thread alone: copies run beside a step, and must not take its threads. The digest
-// is the block's, whichever way its bytes go.
+// On the calling thread alone: copies run beside a step, and must not take its threads.
 inline void block_rows(const BlockRowsParams& p) {
   for (int64_t i = 0; i < p.num_blocks; ++i) {
     for (int64_t layer = 0; layer < p.num_layers; ++layer) {
@@ -212,16 +224,19 @@ inline void block_rows(const BlockRowsParams& p) {
       uint8_t* row = p.rows[i] + layer * p.layer_bytes;
       uint8_t* to = p.to_blocks ? block : row;
       const uint8_t* from = p.to_blocks ? row : block;
-      p.out[i * p.num_layers + layer] = digest<true>(block, p.layer_bytes, to, from);
+      p.out[i * p.num_layers + layer] = digest<true>(from, p.layer_bytes, to);
     }
   }
+#if SW_WIDTH >= 16
+  _mm_sfence();  // whoever is told of the copy sees it whole
+#endif
 }
 
 inline void digests(const DigestParams& p) {
   over_rows(p.num_blocks, p.block_bytes / 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const uint8_t* block = p.base + p.blocks[i] * p.block_stride;
-      p.out[i] = digest<false>(block, p.block_bytes, nullptr, nullptr);
+      p.out[i] = digest<false>(block, p.block_bytes, nullptr);
     }
   });
 }

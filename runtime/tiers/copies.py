@@ -4,7 +4,7 @@
     load     handles --fetch--> rows --write--> blocks --digests--> compared with the records
     move     handles of one store --> handles of another
 
-A load is confirmed by the digests of what lies in the blocks afterwards, not by the absence of an
+A load is confirmed by the digests of the words that went into the blocks, not by the absence of an
 error; a page that fails this is dropped from its store. A demotion's digests are those of the
 blocks it read, so damage anywhere in between shows when the page comes back. Those of a lossy copy
 are of the block that it will be read into (`Landing`), which is not the one it was made of.
