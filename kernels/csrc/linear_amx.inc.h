@@ -7,7 +7,7 @@
 
 constexpr int64_t kRowBlockBytes = 1 << 20;  // rows of x that a panel passes over: kept in L2
 constexpr int64_t kFetchBytes = 8192;        // weights are prefetched this far ahead
-constexpr int64_t kStepsTogether = 8;        // of coded weights: 16 KiB of tiles, in L1
+constexpr int64_t kStepsTogether = 2;         // of coded weights: 4 KiB of tiles
 
 inline bool linear_fits_tiles(const LinearParams& p) {
   return use_tiles && p.packing != kRowMajor && p.dtype == kBF16;

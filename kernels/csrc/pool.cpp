@@ -40,7 +40,8 @@ struct Pool {
   pid_t owner = 0;
 };
 
-std::atomic<int> g_spin{400};
+// About 200 us: what lies between two operations of a step, seen from a cold interpreter.
+std::atomic<int> g_spin{4000};
 int g_threads = 1;
 Pool* g_pool = nullptr;
 

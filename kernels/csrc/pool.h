@@ -2,7 +2,8 @@
 //
 // The caller works too, items are handed out by one counter, and whoever has not joined when the
 // items run out is not waited for: a worker that the system has descheduled costs nothing.
-// Workers spin briefly after a job, because the next one usually follows at once, then sleep.
+// Workers spin for some hundred microseconds after a job, because the next one usually follows
+// within them, then sleep.
 //
 // The pool does not decide how work is divided, and results must not depend on who does an item.
 #pragma once
