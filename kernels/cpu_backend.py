@@ -176,6 +176,11 @@ class CpuOps(CpuRecurrentOps):
         self._pages = HugePages()
         self._has_tiles = native.instruction_set() == "amx"
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights on huge pages."""
+        return self._pages.placed_bytes
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight)."""
         if x.dtype not in abi.DTYPE_CODES or weight.dtype not in abi.DTYPE_CODES:

@@ -41,6 +41,7 @@ class HugePages:
     def __init__(self, mapping_bytes: int = MAPPING_BYTES) -> None:
         self._mapping_bytes = mapping_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
+        self.placed_bytes = 0  # of all tensors so far
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor of zeros, aligned to `ALIGNMENT`."""
@@ -48,6 +49,7 @@ class HugePages:
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         taken = -(-size // ALIGNMENT) * ALIGNMENT
+        self.placed_bytes += size
         if taken > self._free.numel():
             mapping = _new_mapping(max(taken, self._mapping_bytes))
             if taken > self._mapping_bytes:

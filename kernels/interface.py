@@ -182,6 +182,11 @@ class Ops(Protocol):
 
     name: str
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights that `pack` and `pack_codes` have laid out themselves so far."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight); x [..., d], float32 inside."""
         ...

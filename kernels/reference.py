@@ -201,6 +201,11 @@ class TorchOps:
 
     name = "torch"
 
+    @property
+    def packed_bytes(self) -> int:
+        """No byte: weights stay the tensors that they were."""
+        return 0
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Return x * rsqrt(mean(x^2, -1) + eps) * (offset + weight)."""
         dtype = accumulation_dtype(x)

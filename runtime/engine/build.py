@@ -163,7 +163,7 @@ def build_runtime(
     cache = _grammar_cache(args, model, tokenizer)
     worker = ModelRunner(model, store, backend, cache, load)
     warm_up(worker, model)
-    return _built(args, info, worker, pools, cache)
+    return _built(args, info, worker, pools, cache, ops.packed_bytes)
 
 
 def set_threads(args: ServerArgs) -> int:
@@ -248,6 +248,7 @@ def _built(
     worker: ModelRunner,
     pools: PoolPlan,
     grammars: GrammarCache | None,
+    packed_bytes: int,
 ) -> BuiltRuntime:
     model = worker.model
     limits = EngineLimits(
@@ -263,6 +264,7 @@ def _built(
         "bos_token_id": model.bos_token_id,
         "eos_token_ids": list(model.eos_token_ids),
         "weight_bytes": info.weight_bytes,
+        "packed_weight_bytes": packed_bytes,
         "attention_backend": worker.backend.name,
         "num_threads": torch.get_num_threads(),
         "page_size": model.schema.page_size,
