@@ -22,7 +22,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 pytestmark = pytest.mark.slow
 SIZE = TinySize(layers=6, window=16)
-FLAGS = ("--page-size", "64", "--max-total-tokens", "16384", "--dtype", "float32",
+FLAGS = ("--page-size", "512", "--max-total-tokens", "16384", "--dtype", "float32",
          "--num-threads", "1", "--no-calibrate")  # fmt: skip
 NEW_TOKENS = 8
 
@@ -88,7 +88,7 @@ def test_two_live_servers_find_what_the_other_leaves(tmp_path: Path, store: Obje
             thread.join()
         assert outputs == expected[: len(outputs)]
         for server in (a, b):
-            settled(server, 3 * 24)
+            settled(server, 3 * 3)
         loaded = {"a": 0, "b": 0}
         for name, server, prompts, first in (("a", a, other, 3), ("b", b, mine, 0)):
             for i, ids in enumerate(prompts):
@@ -113,7 +113,7 @@ def test_new_weights_while_loads_are_under_way(tmp_path: Path, store: ObjectServ
     ) as server:
         for ids, wanted in zip(prompts, before, strict=True):
             assert generate(server, ids)["output_ids"] == wanted
-        settled(server, 3 * 24)
+        settled(server, 3 * 3)
         assert server.post("/flush_cache", {}).status_code == 200
         store.behave("slow", 0.2)
         answers: list[dict[str, Any]] = [{} for _ in prompts]
