@@ -99,6 +99,7 @@ def test_f16_a_snapshot_does_not_change_while_its_request_goes_on(shape: str) ->
     driver.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["FR", "CC"])
 def test_f17_a_snapshot_serves_its_exact_position_and_no_other(shape: str) -> None:
     driver = driver_of(shape, checkpoint_interval=1000)

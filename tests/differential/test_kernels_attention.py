@@ -67,6 +67,7 @@ def assert_close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -
     assert difference.max(initial=0) <= tolerance, f"at {worst}: {difference.max()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_the_definition(name: str, dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_queries_may_be_wider_than_the_pool(instruction_set: str) -> None:
         assert_close(computed(CpuAttention(), step), expected, 2e-5)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -44,6 +44,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
         yield CpuOps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(ops: Ops, dtype: torch.dtype) -> None:
     for rows in ROWS:
@@ -129,6 +130,7 @@ def test_unknown_activation_is_an_error(ops: Ops) -> None:
         ops.gated_act(random(1, 2), "tanh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear(ops: Ops, dtype: torch.dtype) -> None:
     for rows in (0, 1, 2, 5, 16, 17, 33, 50, 128, 129):

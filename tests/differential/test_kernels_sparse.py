@@ -51,6 +51,7 @@ def group(
     return make_group(geometry, rows, generator, mask or [1] * len(rows.spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -135,6 +135,7 @@ def test_config_variants_equal_transformers(name: str) -> None:
     assert_close(ours, oracle_logits(path, ids))
 
 
+@pytest.mark.slow
 def test_attention_soft_cap_equals_transformers() -> None:
     """Its Gemma 3 ignores the config entry but passes the argument through."""
     path, ids = tiny_model("gemma3", attn_logit_softcapping=0.7), token_ids(60)
@@ -143,6 +144,7 @@ def test_attention_soft_cap_equals_transformers() -> None:
     assert (ours - oracle_logits(path, ids)).abs().max() > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_dynamic_rope_is_fixed_for_the_context_it_was_loaded_with() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     path = tiny_model("llama", rope_scaling=scaling, max_position_embeddings=64)
@@ -153,6 +155,7 @@ def test_dynamic_rope_is_fixed_for_the_context_it_was_loaded_with() -> None:
     assert_close(ModelDriver(load_tiny(path)).step(short)[0], oracle_logits(path, short))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_native_kernels_equal_transformers(arch: str) -> None:
     try:
@@ -164,6 +167,7 @@ def test_native_kernels_equal_transformers(arch: str) -> None:
     assert_close(chunked(driver, ids, CHUNKS), oracle_logits(path, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_partial_depth_equals_transformers_hidden_states(arch: str) -> None:
     path, ids = tiny_model(arch), token_ids(60)

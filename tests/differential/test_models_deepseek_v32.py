@@ -76,6 +76,7 @@ def test_float64_equals_transformers() -> None:
     assert_close(ours, oracle_logits(path_of(), ids, torch.float64), 1e-5)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
 def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:

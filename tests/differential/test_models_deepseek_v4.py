@@ -160,6 +160,7 @@ def test_tensor_names_of_all_dialects_load() -> None:
         assert_close(chunked(driver, ids, (60,)), expected)
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_dequantised() -> None:
     """e4m3 under 128 x 128 scales, experts as pairs of four bits: equal to their plain values."""
     size = TinySize(layers=2, hidden=128, intermediate=512)

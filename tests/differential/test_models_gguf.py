@@ -84,6 +84,7 @@ def test_k_quantised_tensor_in_a_file(quant: Quant, tmp_path: Path) -> None:
     assert 1e-3 < np.abs(ours).max() < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_whole_model_equals_its_directory(arch: str, tmp_path: Path) -> None:
     directory = tiny_model(arch)

@@ -61,6 +61,7 @@ def test_float64_equals_transformers() -> None:
     assert_close(ours, oracle_logits(path, ids, torch.float64), 1e-5)
 
 
+@pytest.mark.slow
 def test_native_kernels_equal_transformers() -> None:
     try:
         backend, ops = select_backend("cpu", torch.float32)

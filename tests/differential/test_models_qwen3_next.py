@@ -58,6 +58,7 @@ def test_any_chunking_equals_transformers(sizes: tuple[int, ...]) -> None:
     assert_close(chunked(driver_of(), ids, sizes), oracle_logits(path_of(), ids))
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("sizes", [(LENGTH,), (40, 1, 1, 30, 2)])
 def test_native_kernels_equal_transformers(sizes: tuple[int, ...]) -> None:
@@ -85,6 +86,7 @@ def test_rows_of_one_step_do_not_see_each_other() -> None:
         assert_close(torch.cat(part), oracle_logits(path_of(), row))
 
 
+@pytest.mark.slow
 def test_resuming_from_a_snapshot_equals_a_cold_run() -> None:
     """At multiples of 64, at page boundaries, inside pages, with suffixes from one token (F29)."""
     driver, ids = driver_of(), token_ids(LENGTH, seed=6)

@@ -106,6 +106,7 @@ def test_both_at_once_give_a_cold_runs_output(arch: str, root: str, tmp_path: Pa
     assert "met" in begun, begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_reads_that_fail_cost_no_output(arch: str, root: str, tmp_path: Path) -> None:
     one = case(arch, root)

@@ -100,6 +100,7 @@ def test_an_end_passes_copies_on_or_drops_them(drain_s: float, root: str, tmp_pa
     assert objects > 0 or not drain_s
 
 
+@pytest.mark.slow
 def test_an_end_between_steps_copies_what_is_due_first(root: str, tmp_path: Path) -> None:
     """A server that is stopped right after an answer: that prompt's state is on disk as well."""
     one = case("gemma3", root)
@@ -166,6 +167,7 @@ def test_f20_damaged_copies_are_counted_and_computed_again(
     core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["ENOSPC", "EROFS", "vanished"])
 def test_f21_a_disk_that_fails_is_no_disk(code: str, root: str, tmp_path: Path) -> None:
     """No request fails for it; the tier says what it is."""

@@ -194,6 +194,7 @@ def test_a_store_that_fails_costs_no_request(
     again.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_away_is_left_alone(root: str, server: ObjectServer) -> None:
     one = case("llama", root)
     core = core_of(one, server.url("away"))
@@ -209,6 +210,7 @@ def test_a_store_that_stays_away_is_left_alone(root: str, server: ObjectServer) 
     core.close()
 
 
+@pytest.mark.slow
 def test_an_abort_calls_the_questions_off(root: str, server: ObjectServer) -> None:
     from support.model_scenarios import request
 

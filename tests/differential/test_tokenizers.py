@@ -75,6 +75,7 @@ def test_real_texts_equal_transformers(name: str) -> None:
         assert tokenizer.encode_chat({"messages": case["messages"]}) == case["ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_texts_survive_the_round_trip(name: str) -> None:
     tokenizer = real_tokenizer(name)
@@ -86,6 +87,7 @@ def test_real_texts_survive_the_round_trip(name: str) -> None:
         assert streamed(tokenizer, ids) == text
 
 
+@pytest.mark.slow
 def test_tiny_tokenizer_equals_transformers() -> None:
     path = tiny_model("llama")
     ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)

@@ -101,6 +101,7 @@ def test_f23_old_state_is_a_miss_after_an_update(arch: str, root: Path) -> None:
     assert all(p.num_free == p.num_blocks for p in client.core.cache.pools)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_f23_an_update_amid_running_requests(arch: str, root: Path) -> None:
     """They keep what they have said and go on as a cold run of it under the new weights."""

@@ -115,6 +115,7 @@ def test_a_killed_process_ends_every_request_once_and_comes_back(
     assert server.get("/get_server_info").json()["internal_states"][0]["num_open"] == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_the_scheduler_gets_an_error(server: ServerProcess) -> None:
     response = server.post("/generate", {"text": "crash"})
     assert response.status_code == 503
@@ -258,6 +259,7 @@ def test_clients_that_do_not_read_or_do_not_send_are_hung_up_on() -> None:
         check_clean(server.log())
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_server() -> None:
     with echo_server() as server:
         children = list(server.children().values())

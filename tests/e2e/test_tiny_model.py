@@ -77,6 +77,7 @@ def test_openai_chat_streams_what_it_answers(server: ServerProcess) -> None:
         assert "".join(c.choices[0].delta.content or "" for c in stream) == whole
 
 
+@pytest.mark.slow
 def test_grammars_hold_the_output(server: ServerProcess) -> None:
     pytest.importorskip("llguidance")
     answer = generate(server, "x", regex="[ab]{3}-[0-9]{2}", ignore_eos=False)

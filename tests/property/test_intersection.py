@@ -113,6 +113,7 @@ def test_f2_three_groups_intersect_for_every_combination_of_answers_over_four_pa
             check(full, window, bits)
 
 
+@pytest.mark.slow
 def test_f2_three_groups_intersect_for_a_sample_of_combinations_over_six_pages() -> None:
     full, window = distinct(0, N), distinct(1, N)
     rng = np.random.default_rng(2)

@@ -112,6 +112,7 @@ def test_any_chunking_equals_the_literal_oracle(shape: str) -> None:
         assert Lone(schema, rng, prompt, 10).run() == cold_output(schema, prompt, 10, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_flipped_bit_in_state_that_is_read_changes_the_output(shape: str) -> None:
     """Whatever a later token reads: every group, every layer."""

@@ -34,6 +34,7 @@ def test_a_few_worlds_keep_every_law_and_meet() -> None:
     assert sum(result.met_tokens for result in results) > 0
 
 
+@pytest.mark.slow
 def test_a_seed_writes_the_same_journal_twice() -> None:
     for seed in range(0, FAST, 8):
         assert first_run(seed) == run_seed(seed), seed

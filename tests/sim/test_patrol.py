@@ -41,6 +41,7 @@ def test_a_round_compares_every_cached_block_once(shape: str) -> None:
     assert walk(d) == len(owned_by_tree(d)), "and again in the next round"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_flipped_bit_is_found_and_out_of_reach(shape: str) -> None:
     rng = random.Random(shape)

@@ -139,6 +139,7 @@ def test_who_computes_for_itself_alone_meets_nobody(monkeypatch: pytest.MonkeyPa
     end(scene)
 
 
+@pytest.mark.slow
 def test_quicker_loads_leave_less_to_compute() -> None:
     computed = []
     for steps_of_io in (0.5, 1.0, 3.0, 9.0):
@@ -212,6 +213,7 @@ def test_blocks_that_are_written_to_are_nobodys_after_an_abort() -> None:
     end(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_an_abort_leaves_nothing_behind(after: int) -> None:
     scene = scene_of("WCH")

@@ -209,6 +209,7 @@ def test_a_request_id_in_use_is_refused(engine):
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.slow
 def test_async_calls_run_together_and_cancel(engine):
     async def main() -> None:
         prompts = [f"{i} {PROMPT}" for i in range(6)]

@@ -38,6 +38,7 @@ def tiers(engine: Engine) -> dict[str, dict[str, Any]]:
     return {tier["tier"]: tier for tier in state["tiers"]}
 
 
+@pytest.mark.slow
 def test_codecs_are_chosen_for_each_medium_on_state_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_no_server_is_said_clearly() -> None:
         two_steps.run(backend=sw.RuntimeEndpoint(url))["first"]
 
 
+@pytest.mark.slow
 def test_a_failure_nobody_read_is_logged(
     service: FakeService, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,7 @@ def test_values_of_every_type(tmp_path: Path) -> None:
     assert len(opened.keys()) == len(scalars) + 3
 
 
+@pytest.mark.slow
 def test_truncation_anywhere_in_the_header_is_an_error(tmp_path: Path) -> None:
     data = small_gguf(tmp_path).read_bytes()
     end = header_size(tmp_path / "model.gguf")
@@ -81,6 +82,7 @@ def test_truncated_data_names_the_tensor(tmp_path: Path) -> None:
     assert "truncated" in message
 
 
+@pytest.mark.slow
 def test_any_flipped_header_byte_loads_or_is_a_load_error(tmp_path: Path) -> None:
     file = small_gguf(tmp_path)
     data, end = file.read_bytes(), header_size(file)

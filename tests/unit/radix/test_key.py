@@ -13,6 +13,7 @@ from statewise.radix.key import common_tokens
 TEXT = st.text(alphabet=["a", "b", "\x00", ":", "é", "\ud800"], max_size=4)
 
 
+@pytest.mark.slow
 @given(TEXT, TEXT, TEXT, TEXT)
 def test_f33_namespaces_never_alias(salt: str, adapter: str, salt2: str, adapter2: str) -> None:
     same = Namespace(salt, adapter).key == Namespace(salt2, adapter2).key

@@ -59,6 +59,7 @@ def test_match_is_a_snapshot() -> None:
     assert match.intersection() == (10, 10)
 
 
+@pytest.mark.slow
 def test_one_long_request_does_not_pay_for_its_length() -> None:
     """Appending makes at most one node per bounded run, and each step touches one node."""
     harness = Harness(SCHEMAS["full"])

@@ -68,6 +68,7 @@ def test_a_tiny_models_sizes_are_arguments(
     assert "0 is not positive" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_server_process_loads_no_torch() -> None:
     """Only the scheduler may: the others would cost hundreds of megabytes each."""
     modules = ("launch", "tokenizer_process", "detokenizer_process", "rpc")

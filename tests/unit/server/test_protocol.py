@@ -129,6 +129,7 @@ def test_a_client_that_never_reads_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     run(body)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALL_TIMEOUT_S", 1.0)
 

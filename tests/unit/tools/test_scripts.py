@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     ["tools/demo.py", "tools/soak.py", "tools/mutants.py", "benchmarks/first_figures.py"],

@@ -36,6 +36,7 @@ def decode(driver: Driver, tables, tokens, count, **fields) -> list[int]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("chunk", [1, 3, 8, 40])
 def test_chunked_prefill_and_decode_equal_the_dense_oracle(kinds, chunk):
