@@ -51,7 +51,7 @@ class BlockIO(Protocol):
         ...
 
     def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
-        """Copy rows into blocks; [n, num_layers] digests of what now lies in the blocks."""
+        """Copy rows into blocks; [n, num_layers] digests of what went into them."""
         ...
 
 

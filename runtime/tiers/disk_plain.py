@@ -4,7 +4,7 @@ Whatever a thread does for each page holds the interpreter's lock, and after eve
 of cold caches. So a run is copied as soon as it is read, into blocks that nobody reads before their
 pages were confirmed, and what is compared is compared afterwards, as bytes. A page is confirmed if
 its header is the one that the index names (`PlainHeaders`), and the digests in it are those of what
-lies in the block.
+went into the block.
 
 A page that is not confirmed, for whatever reason, takes the long way (`DiskTier.fetch`): read again
 by itself, looked at field by field, counted and dropped if it is damaged. So do pages of a cache
@@ -61,9 +61,9 @@ class PlainRun:
         self.rows: list[Row] = slab.even_rows(len(places), head, size, *payload)
 
     def confirm(self, landed: Digests) -> list[bool]:
-        """Whether each page is what the index names, and lies in its block as it was stored.
+        """Whether each page is what the index names, and went into its block as it was stored.
 
-        `landed` [n, num_layers]: the digests of the blocks that the rows were copied into.
+        `landed` [n, num_layers]: the digests of what the rows were copied into blocks as.
         """
         plain, memory = self._plain, self._slab.memory
         shape = (len(self.rows), self._num_layers)
@@ -100,7 +100,7 @@ def plain_runs(extents: Extents, slabs: Slabs, places: Sequence[Place]) -> Itera
 
 def _is_plain(at: IndexRow, sizes: tuple[int, int]) -> bool:
     """`sizes`: of record and header."""
-    return not at.codec and not at.sealing and at[3:5] == sizes
+    return not at.codec and not at.sealing and (at.record_bytes, at.header_bytes) == sizes
 
 
 def _read(extents: Extents, slabs: Slabs, places: Sequence[Place]) -> PlainRun | None:

@@ -404,10 +404,7 @@ class Tiers:
         while is_open:
             for transfer in self.engine.open_transfers():
                 self.engine.cancel(transfer)
-            if isinstance(self.engine, Lanes):
-                self.engine.settle()
-            else:
-                self.engine.drain()
+            self.engine.settle()
             self.poll()  # what has arrived in one tier is passed on to the next
             is_open = self.num_awaited > 0
         self._era += 1
@@ -415,8 +412,7 @@ class Tiers:
     @property
     def num_awaited(self) -> int:
         """Copies accepted and not done, without those that are abandoned."""
-        engine = self.engine
-        return engine.num_awaited if isinstance(engine, Lanes) else engine.num_open
+        return self.engine.num_awaited
 
     def clear(self) -> None:
         """Forget every page; objects of a remote store stay, since others may use them."""
@@ -440,10 +436,7 @@ class Tiers:
         self._is_closed = True
         if drain_s and not self.engine.drain(drain_s):
             hang_s = 0.0
-        if isinstance(self.engine, Lanes):
-            self.engine.close(hang_s)
-        else:
-            self.engine.close()
+        self.engine.close(hang_s)
         if deliver:
             self.engine.poll()
         self.withdrawals.finish(hang_s)

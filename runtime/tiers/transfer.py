@@ -7,10 +7,9 @@ A transfer is cut into steps of a few megabytes. Loads have threads of their own
 in order of priority; those of one load run side by side, so that a medium always has a read to do
 while another's bytes are checked. Demotions have one thread, at low priority: they run one after
 the other, wait where a bandwidth bound says so, and are refused where too many bytes are queued:
-then the caller lets go of the page instead. While `decoding` is set, both rest after each step, so
-that they take no more than a share of the machine's processor time: what they take, rows that
-decode do not have. Nothing here makes the control plane wait, except
-`wait`.
+then the caller lets go of the page instead. While `decoding` is set, both rest after each
+step, so that they take no more than a share of the machine's processor time: what they take, rows
+that decode do not have. Nothing here makes the control plane wait, except `wait`.
 
 `on_done` runs in `poll`, on the control plane's thread, once for each transfer that was accepted,
 and only when no thread touches its memory any more: until then both ends stay leased. An error
@@ -26,6 +25,7 @@ import contextlib
 import enum
 import heapq
 import itertools
+import math
 import os
 import sys
 import threading
@@ -297,6 +297,10 @@ class TransferEngine:
             finally:
                 self._num_draining -= 1
 
+    def settle(self) -> None:
+        """Until nothing runs; see `Lanes` for what a store across a network makes of that."""
+        self.drain()
+
     def open_transfers(self) -> list[Transfer]:
         """Transfers accepted and not done."""
         with self._changed:
@@ -319,15 +323,21 @@ class TransferEngine:
         """Transfers accepted and not done."""
         return len(self._open)
 
+    @property
+    def num_awaited(self) -> int:
+        """Transfers accepted, not done and not abandoned: a local medium comes back."""
+        return len(self._open)
+
     def queued_bytes(self, priority: Priority) -> int:
         """Bytes of a priority that are not done."""
         return self._queued_bytes[priority]
 
-    def close(self) -> None:
+    def close(self, hang_s: float = math.inf) -> None:
         """Cancel what has not begun, wait for what has, end the threads. Idempotent.
 
-        `poll` delivers what was still open.
+        `poll` delivers what was still open. `hang_s` bounds the wait for a remote store (`Lanes`).
         """
+        del hang_s
         for transfer in list(self._open):
             self.cancel(transfer)
         with self._changed:

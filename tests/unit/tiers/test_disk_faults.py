@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import resource
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +17,10 @@ from statewise.runtime.tiers.disk_index import FILE_NAME
 from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.page import PageAddress
 from statewise.runtime.tiers.store import NO_HANDLE, Outcome
+from support.memory_files import quick_folder
 from support.tier_faults import KINDS, Crash, FaultyFiles, abandon, flip_bit
 from support.tier_pages import FULL, ManualClock, addresses, check_fetch, open_disk, store_pages
 
-FAST = Path("/dev/shm")  # files in memory: these tests sync thousands of times
 RECORD = 8192  # header and payload of a page of FULL
 PAGES = 4
 
@@ -30,11 +28,8 @@ PAGES = 4
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """A folder on files in memory where there are such."""
-    if not os.access(FAST, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=FAST) as folder:
-        yield Path(folder)
+    with quick_folder(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture

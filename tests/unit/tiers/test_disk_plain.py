@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +26,7 @@ from statewise.runtime.tiers.record import (
     encode_header,
 )
 from statewise.runtime.tiers.store import Outcome
+from support.memory_files import quick_folder
 from support.tier_blocks import ArrayBlocks
 from support.tier_pages import (
     FULL,
@@ -41,7 +40,6 @@ from support.tier_pages import (
     store_pages,
 )
 
-FAST = Path("/dev/shm")  # files in memory: these tests read thousands of times
 PLACE = (b"c" * 16, 8192)
 FIELDS = {  # of the fixed part: first byte and bytes of those that differ from page to page
     "body_sum": (56, 8), "position": (80, 8), "num_tokens": (88, 4), "created_s": (112, 8),
@@ -51,11 +49,8 @@ FIELDS = {  # of the fixed part: first byte and bytes of those that differ from 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    if not os.access(FAST, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=FAST) as name:
-        yield Path(name)
+    with quick_folder(tmp_path) as found:
+        yield found
 
 
 def header() -> tuple[bytearray, int, PageAddress]:
