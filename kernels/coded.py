@@ -9,7 +9,7 @@ dequantised one gives (but that a zero may lose its sign, which no sum can show)
 Scales and offsets are kept in half precision where that holds all of them; codes in four bits
 where all are 0 to 15, else in eight.
 
-This module does not know file formats (`gguf_codes` does) and does not multiply.
+This module does not know file formats (`gguf_quants` does) and does not multiply.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from statewise.kernels import abi, native
 from statewise.kernels.huge_pages import HugePages
+from statewise.kernels.packed import STEP_INPUTS, row_numbers
 
-STEP_INPUTS = 32
 FOUR_BITS, TWO_SCALES, WIDE, OFFSETS = 1, 2, 4, 8  # of `code_form`; see csrc/coded.h
 
 Int8 = NDArray[np.int8]
@@ -107,9 +107,7 @@ class CodedWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows [n] int64 of the matrix: [n, in_dim]. IndexError for one that it does not have."""
-        indices = indices.to(torch.int64).contiguous()
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < self.out_dim:
-            raise IndexError(f"rows {indices.tolist()} of a matrix of {self.out_dim}")
+        indices = row_numbers(indices, self.out_dim)
         out = torch.empty(*indices.shape, self.in_dim, dtype=torch.bfloat16)
         p = _params(self.out_dim, self.in_dim, self.code_form)
         p.coded, p.rows, p.out = self.coded.data_ptr(), indices.data_ptr(), out.data_ptr()

@@ -287,6 +287,11 @@ class CpuOps(CpuRecurrentOps):
             return pack_tiles(weight, self._pages)
         return self._pages.copy_of(weight)
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether there are tile registers."""
+        return self._has_tiles
+
     def pack_codes(self, codes: Codes) -> CodedWeight | None:
         """Keep codes in place of tiles, on huge pages; None where `pack` would not make tiles."""
         is_small = codes.codes.size * torch.bfloat16.itemsize < MIN_PACKED_BYTES

@@ -217,6 +217,11 @@ class Ops(Protocol):
         """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
         ...
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether `pack_codes` keeps any: else nobody need make them."""
+        ...
+
     def pack_codes(self, codes: Codes) -> Any | None:
         """Like `pack`, for a bfloat16 weight that a quantised file keeps as codes.
 

@@ -24,6 +24,14 @@ PANEL_OUTPUTS = 32
 STEP_INPUTS = 32
 
 
+def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
+    """Row numbers as int64. IndexError for one that a matrix of `num_rows` does not have."""
+    indices = indices.to(torch.int64).contiguous()
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        raise IndexError(f"rows {indices.tolist()} of a matrix of {num_rows}")
+    return indices
+
+
 @dataclass(frozen=True)
 class TileWeight:
     """A bfloat16 matrix [out_dim, in_dim] as tiles."""
@@ -39,9 +47,7 @@ class TileWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows [n] int64 of the matrix: [n, in_dim]. IndexError for one that it does not have."""
-        indices = indices.to(torch.int64).contiguous()
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < self.out_dim:
-            raise IndexError(f"rows {indices.tolist()} of a matrix of {self.out_dim}")
+        indices = row_numbers(indices, self.out_dim)
         out = torch.empty(*indices.shape, self.in_dim, dtype=torch.bfloat16)
         p = abi.TileParams()
         p.tiles, p.rows, p.out = self.tiles.data_ptr(), indices.data_ptr(), out.data_ptr()

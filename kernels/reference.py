@@ -250,8 +250,13 @@ class TorchOps:
         """Return the weight itself."""
         return weight
 
+    @property
+    def keeps_codes(self) -> bool:
+        """No: nothing is gained by codes here."""
+        return False
+
     def pack_codes(self, codes: Codes) -> Any | None:
-        """Nothing is gained by codes here."""
+        """None, always."""
         del codes
         return None
 

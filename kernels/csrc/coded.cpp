@@ -9,17 +9,9 @@
 namespace sw {
 namespace {
 
-constexpr int64_t kPanelOutputs = 32, kStepInputs = 32;
+#include "half.inc.h"
 
-float from_half(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-  if (rest < 0x400) return (sign ? -1.0f : 1.0f) * (float)rest * 0x1p-24f;  // zero, subnormal
-  const uint32_t bits = sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13
-                                               : (rest << 13) + 0x38000000);
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
+constexpr int64_t kPanelOutputs = 32, kStepInputs = 32;
 
 uint16_t bf16_of(float x) {
   uint32_t bits;
@@ -44,7 +36,7 @@ struct Packer {
   }
 
   float number(const uint8_t* table, int64_t place) const {
-    if (!form.wide) return from_half(reinterpret_cast<const uint16_t*>(table)[place]);
+    if (!form.wide) return half_to_float(reinterpret_cast<const uint16_t*>(table)[place]);
     return reinterpret_cast<const float*>(table)[place];
   }
 

@@ -35,11 +35,12 @@ class Build:
 
     def packed(self, names: list[str], rows: list[int], in_features: int) -> Any:
         """Several matrices over the same inputs as one, packed for `Ops.linear`."""
-        codes = self.reader.codes(names, rows, in_features)
-        kept = None if codes is None else self.ops.pack_codes(codes)
-        if kept is not None:
-            self.reader.taken(names)
-            return kept
+        if self.ops.keeps_codes:
+            codes = self.reader.codes(names, rows, in_features)
+            kept = None if codes is None else self.ops.pack_codes(codes)
+            if kept is not None:
+                self.reader.taken(names)
+                return kept
         return self.ops.pack(self.reader.stacked(names, rows, in_features))
 
 

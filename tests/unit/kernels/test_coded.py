@@ -111,6 +111,17 @@ def test_a_large_weight_is_kept_where_tiles_are() -> None:
     assert isinstance(kept, CodedWeight) == (native.instruction_set() == "amx")
 
 
+def test_what_weights_take_is_told() -> None:
+    ops = CpuOps()
+    assert ops.packed_bytes == 0
+    matrix = ops.pack(torch.randn(512, 128).to(torch.bfloat16))
+    assert ops.packed_bytes == 512 * 128 * 2, matrix
+    kept = ops.pack_codes(codes_of((512, 128), 4, 32, wide=False, offsets=True))
+    assert ops.packed_bytes == 512 * 128 * 2 + (kept.nbytes if kept is not None else 0)
+    assert ops.keeps_codes == (kept is not None)
+    assert not TorchOps().keeps_codes
+
+
 def test_damaged_scales_are_not_refused() -> None:
     """A file may hold any bits: infinities and NaNs come out as such."""
     codes = codes_of((32, 64), 8, 32, wide=False, offsets=False)
