@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
 
@@ -117,6 +117,41 @@ class QuantiseParams(ctypes.Structure):
     _fields_ = fields("payload copy", "num_layers vectors dim copy_bytes", "dtype kind back")
 
 
+class LayerMatrix(ctypes.Structure):
+    """One matrix of a layer."""
+
+    _fields_ = fields("weight bias", "in_dim out_dim", "packing code_form")
+
+
+class LayerWeights(ctypes.Structure):
+    """One layer of a dense decoder."""
+
+    _fields_ = [
+        *((name, LayerMatrix) for name in ("qkv", "output", "gate_up", "down")),
+        *fields(
+            "input_norm q_norm k_norm attention_norm mlp_norm output_norm sinks cos sin",
+            "half max_positions",
+        ),
+    ]
+
+
+class LayerPool(ctypes.Structure):
+    """Where a layer's keys and values lie."""
+
+    _fields_ = fields("kv", "num_blocks kv_stride", "group writes")
+
+
+class LayersParams(ctypes.Structure):
+    """Some layers of a dense decoder in one step."""
+
+    _fields_ = fields(
+        "layers pools plans final_norm positions residual out arena",
+        "num_layers num_tokens hidden inner num_q_heads num_kv_heads head_dim failed_layer",
+        "dtype activation",
+        "eps offset",
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     AttentionParams,
     NormParams,
@@ -128,4 +163,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     BlockRowsParams,
     QuantiseParams,
     CodedParams,
+    LayerWeights,
+    LayerPool,
+    LayersParams,
 )

@@ -41,6 +41,7 @@ _SHARED_SOURCES = (
     "tiles",
     "coded",
     "library",
+    "layers",
     "sparse_library",
     "isa_portable",
 )

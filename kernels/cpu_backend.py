@@ -16,7 +16,7 @@ Shapes: T packed tokens, R rows, Hq/Hkv heads, D head dim, P page size, B blocks
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,23 +24,21 @@ from torch import Tensor
 
 from statewise.kernels import abi, native
 from statewise.kernels.coded import CodedWeight, Codes, fits_codes, pack_codes
+from statewise.kernels.cpu_plan import CpuPlan, check_pool, make_plan, raise_for
 from statewise.kernels.huge_pages import HugePages
-from statewise.kernels.interface import AttentionGeometry, BatchLayout
-from statewise.kernels.layout import block_layout_id, block_shape, check_layout
+from statewise.kernels.interface import (
+    AttentionGeometry,
+    BatchLayout,
+    LayerStack,
+    LayerWeights,
+    StackShape,
+)
+from statewise.kernels.layer_stack import CpuLayerStack, fits_stack, weight_fields
+from statewise.kernels.layout import block_layout_id, block_shape
 from statewise.kernels.packed import TileWeight, fits_tiles, pack_tiles
 from statewise.kernels.recurrent_cpu import CpuRecurrentOps
 
 MIN_PACKED_BYTES = 1 << 16  # smaller weights stay in cache and where they are
-
-
-def _raise_for(status: int, params: abi.AttentionParams) -> None:
-    if status == abi.BAD_BLOCK:
-        raise IndexError(
-            f"page table names block {params.bad_block}, the pool has {params.num_blocks} blocks"
-        )
-    if status == abi.NO_MEMORY:
-        raise MemoryError("native kernels could not allocate their workspace")
-    raise ValueError("dtype not supported by the native kernels")
 
 
 def _token_rows(x: Tensor) -> Tensor:
@@ -48,18 +46,6 @@ def _token_rows(x: Tensor) -> Tensor:
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x
     return x.contiguous()
-
-
-@dataclass(frozen=True)
-class CpuPlan:
-    """One step of one group; `params` points into the layout's arrays, which it keeps alive."""
-
-    geometry: AttentionGeometry
-    layout: BatchLayout
-    block_shape: tuple[int, ...]
-    params: abi.AttentionParams
-    address: int
-    kept: tuple[Tensor, ...]
 
 
 class CpuAttention:
@@ -86,43 +72,10 @@ class CpuAttention:
 
     def plan(self, geometry: AttentionGeometry, layout: BatchLayout) -> CpuPlan:
         """Check the layout and fill the parameters; ValueError if either is malformed."""
-        check_layout(geometry, layout)
-        if geometry.dtype not in abi.DTYPE_CODES:
-            raise ValueError(f"native kernels do not take {geometry.dtype} pools; use torch")
-        kept = tuple(
-            x.contiguous()
-            for x in (
-                layout.query_starts,
-                layout.context_lens,
-                layout.context_starts,
-                layout.page_table,
-                layout.write_mask,
-            )
-        )
-        params = abi.AttentionParams()
-        names = ("query_starts", "context_lens", "context_starts", "page_table", "write_mask")
-        for name, tensor in zip(names, kept, strict=True):
-            setattr(params, name, tensor.data_ptr())
-        params.num_rows = layout.context_lens.shape[0]
-        params.num_q_heads = geometry.num_q_heads
-        params.num_kv_heads = geometry.num_kv_heads
-        params.head_dim = geometry.head_dim
-        params.page_size = geometry.page_size
-        params.table_stride = layout.page_table.shape[1]
-        params.window = geometry.window
-        params.kv_dtype = abi.DTYPE_CODES[geometry.dtype]
-        params.scale = geometry.scale
-        params.soft_cap = geometry.soft_cap
-        shape, address = block_shape(geometry), ctypes.addressof(params)
-        return CpuPlan(geometry, layout, shape, params, address, kept)
+        return make_plan(geometry, layout)
 
     def _set_pool(self, plan: CpuPlan, kv: Tensor) -> None:
-        if kv.dtype != plan.geometry.dtype or kv.shape[1:] != plan.block_shape:
-            raise ValueError(
-                f"pool is {list(kv.shape)} {kv.dtype}, the plan is for {plan.geometry}"
-            )
-        if not (kv.is_contiguous() or kv[0].is_contiguous()):
-            raise ValueError("the [2, Hkv, P, D] bytes of a block must be contiguous")
+        check_pool(plan, kv)
         plan.params.kv = kv.data_ptr()
         plan.params.num_blocks = kv.shape[0]
         plan.params.kv_stride = kv.stride(0)
@@ -139,7 +92,7 @@ class CpuAttention:
         params.new_dtype = abi.DTYPE_CODES[k.dtype]
         status = self._append(plan.address)
         if status:
-            _raise_for(status, params)
+            raise_for(status, params)
 
     def run(self, plan: CpuPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend q [T, Hq, D] -> [T, Hq, D] in q's dtype; IndexError for a bad block."""
@@ -158,7 +111,7 @@ class CpuAttention:
             params.sinks = None
         status = self._attention(plan.address)
         if status:
-            _raise_for(status, params)
+            raise_for(status, params)
         return out
 
 
@@ -256,13 +209,7 @@ class CpuOps(CpuRecurrentOps):
             return super().linear(x, weight, bias)
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         p = abi.LinearParams()
-        if isinstance(weight, TileWeight):
-            p.weight, p.packing = weight.tiles.data_ptr(), abi.TILES
-        elif isinstance(weight, CodedWeight):
-            p.weight, p.packing = weight.coded.data_ptr(), abi.CODED
-            p.code_form = weight.code_form
-        else:
-            p.weight = weight.data_ptr()
+        p.weight, p.packing, p.code_form = weight_fields(weight)
         p.x, p.out = x.data_ptr(), out.data_ptr()
         p.bias = None if bias is None else bias.data_ptr()
         p.rows, p.in_dim, p.out_dim, p.x_stride = rows, x.shape[-1], weight.shape[0], stride
@@ -298,6 +245,14 @@ class CpuOps(CpuRecurrentOps):
         if is_small or not self._has_tiles or not fits_codes(codes):
             return None
         return pack_codes(codes, self._pages)
+
+    def stack(
+        self, shape: StackShape, layers: Sequence[LayerWeights], final_norm: Tensor
+    ) -> LayerStack | None:
+        """The layers as one native call; None for weights that single operations give to torch."""
+        if not fits_stack(shape, layers, final_norm):
+            return None
+        return CpuLayerStack(shape, layers, final_norm)
 
     def rows(self, weight: Any, indices: Tensor) -> Tensor:
         """Return rows [n] of a weight or of what `pack` returned."""

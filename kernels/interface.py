@@ -74,6 +74,84 @@ GroupGeometry = AttentionGeometry | EntryGeometry | StateGeometry
 
 
 @dataclass(frozen=True)
+class StackShape:
+    """What is constant for all layers of a dense decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str  # of `Ops.gated_act`
+    norm_eps: float
+    norm_offset: float
+    dtype: torch.dtype  # of all weights and hidden states
+
+
+@dataclass(frozen=True)
+class LayerMatrix:
+    """A matrix as `Ops.linear` takes it: a weight, or what `pack` returned, and a bias."""
+
+    weight: Any
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer of a dense decoder.
+
+    h += attention_norm(output(attend(rope(norms(qkv(input_norm(h)))))))
+    h += output_norm(down(act(gate_up(mlp_norm(h)))))        norms that are None change nothing
+    """
+
+    input_norm: Tensor
+    qkv: LayerMatrix
+    q_norm: Tensor | None  # of each head
+    k_norm: Tensor | None
+    cos: Tensor  # as in `Ops.rope`
+    sin: Tensor
+    sinks: Tensor | None  # [Hq] float32, where the layer's geometry has them
+    output: LayerMatrix
+    attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: LayerMatrix
+    down: LayerMatrix
+    output_norm: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPools:
+    """Where the layers of a dense decoder keep K/V; one object as long as pools do not move."""
+
+    tensors: tuple[Tensor, ...]  # each layer's pool
+    groups: tuple[int, ...]  # each layer's place among the plans of a step
+    writes: tuple[bool, ...]  # False: the layer reads what another has written
+
+
+class LayerStack(Protocol):
+    """The layers of a dense decoder as one operation, bit for bit what `Ops` give one by one."""
+
+    def takes(self, hidden: Tensor, plans: Sequence[Any]) -> bool:
+        """Whether a step of these hidden states, with these plans, is worth this way."""
+        ...
+
+    def run(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        pools: LayerPools,
+        plans: Sequence[Any],
+        num_layers: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The first layers on `hidden` [T, d], which is lost; appends K/V. (x, residual).
+
+        Their sum is the hidden state; after all layers x is the sum's final norm instead.
+        `plans` of groups that those layers do not use may be None.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """Where the rows of one step read and write in one state group. All on the CPU.
 
@@ -228,6 +306,12 @@ class Ops(Protocol):
         Results are those of the dequantised weight, bit for bit. None where such a weight had
         better be packed as numbers.
         """
+        ...
+
+    def stack(
+        self, shape: StackShape, layers: Sequence[LayerWeights], final_norm: Tensor
+    ) -> LayerStack | None:
+        """The layers as one operation; None where there is none for them."""
         ...
 
     def rows(self, weight: Any, indices: Tensor) -> Tensor:

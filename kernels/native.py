@@ -26,6 +26,7 @@ _OPERATIONS = (
     *("sw_linear", "sw_pack_tiles", "sw_unpack_rows", "sw_digest", "sw_block_rows"),
     *("sw_quantise", "sw_pack_codes", "sw_unpack_coded_rows", "sw_coded_bytes"),
     *("sw_sparse_attend", "sw_select", "sw_pool_windows"),
+    *("sw_layers", "sw_layers_arena"),
     *("sw_delta_rule", "sw_causal_conv", "sw_sinkhorn"),
 )
 
@@ -43,6 +44,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.sw_struct_size.restype = ctypes.c_int64
     library.sw_sparse_struct_size.restype = ctypes.c_int64
     library.sw_coded_bytes.restype = ctypes.c_int64
+    library.sw_layers_arena.restype = ctypes.c_int64
     for name in _OPERATIONS:
         getattr(library, name).argtypes = [ctypes.c_void_p]
     return library

@@ -30,7 +30,13 @@ from torch.nn import functional
 
 from statewise.kernels import row_steps
 from statewise.kernels.coded import Codes
-from statewise.kernels.interface import AttentionGeometry, BatchLayout
+from statewise.kernels.interface import (
+    AttentionGeometry,
+    BatchLayout,
+    LayerStack,
+    LayerWeights,
+    StackShape,
+)
 from statewise.kernels.layout import block_layout_id, block_shape, check_layout, readable_start
 from statewise.kernels.recurrent_reference import causal_conv, delta_rule
 
@@ -258,6 +264,13 @@ class TorchOps:
     def pack_codes(self, codes: Codes) -> Any | None:
         """None, always."""
         del codes
+        return None
+
+    def stack(
+        self, shape: StackShape, layers: Sequence[LayerWeights], final_norm: Tensor
+    ) -> LayerStack | None:
+        """None: layers are computed one operation after the other."""
+        del shape, layers, final_norm
         return None
 
     def rows(self, weight: Tensor, indices: Tensor) -> Tensor:

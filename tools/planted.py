@@ -48,6 +48,7 @@ TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
 MEETING, PROBE = "runtime/cache/meeting.py", "runtime/cache/probe.py"
 MET, PROBED = "tests/unit/cache/test_meeting.py", "tests/unit/cache/test_probe.py"
 WITHDRAWN = "tests/unit/tiers/test_withdrawal.py"
+STACK, STACKED = "kernels/layer_stack.py", "tests/differential/test_layer_stack.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -570,5 +571,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._blocks.lineage.mark(group, promotion.blocks(group))",
         "del group",
         (LOSSY_TIERS,),
+    ),
+    Mutant(
+        "stack: pools that have moved are not noticed",
+        STACK,
+        "if pools is not self._pools:",
+        "if self._pools is None:",
+        (STACKED,),
+    ),
+    Mutant(
+        "stack: a layer that shares K/V writes them again",
+        STACK,
+        "place.group, place.writes = group, writes",
+        "place.group, place.writes = group, True",
+        (STACKED,),
+    ),
+    Mutant(
+        "stack: the final norm after any number of layers",
+        STACK,
+        "self._final_norm if num_layers == len(self._layers) else None",
+        "self._final_norm",
+        (STACKED,),
     ),
 )

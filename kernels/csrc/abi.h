@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr int32_t kAbiVersion = 4;
+constexpr int32_t kAbiVersion = 5;
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -116,6 +116,64 @@ struct LinearParams {
   int32_t packing;  // of the weight
   int32_t code_form;  // of a coded one
   int32_t reserved;
+};
+
+// The layers of a dense decoder in one call: what is fixed when the model is loaded ...
+struct LayerMatrix {
+  const void* weight;  // as in LinearParams
+  const void* bias;    // or null
+  int64_t in_dim;
+  int64_t out_dim;
+  int32_t packing;
+  int32_t code_form;
+};
+
+struct LayerWeights {
+  LayerMatrix qkv, output, gate_up, down;
+  const void* input_norm;
+  const void* q_norm;          // or null, like k_norm
+  const void* k_norm;
+  const void* attention_norm;  // of what attention adds, or null
+  const void* mlp_norm;
+  const void* output_norm;     // of what the MLP adds, or null
+  const float* sinks;          // or null
+  const float* cos;            // as in RopeParams
+  const float* sin;
+  int64_t half;
+  int64_t max_positions;
+};
+
+// ... where a layer's keys and values lie, as long as pools do not move ...
+struct LayerPool {
+  void* kv;
+  int64_t num_blocks;
+  int64_t kv_stride;
+  int32_t group;   // of the step's plans
+  int32_t writes;  // 0: the layer reads what another has written
+};
+
+// ... and one step. Everything is of one dtype but pools and sinks.
+struct LayersParams {
+  const LayerWeights* layers;
+  const LayerPool* pools;         // of each layer
+  AttentionParams* const* plans;  // of each group; only those that layers name are looked at
+  const void* final_norm;         // or null: `out` and `residual` are still to be added
+  const int64_t* positions;       // [T]
+  void* residual;                 // [T, hidden]: in, embeddings; out, the residual stream
+  void* out;                      // [T, hidden]
+  void* arena;                    // `sw_layers_arena` bytes
+  int64_t num_layers;
+  int64_t num_tokens;
+  int64_t hidden;
+  int64_t inner;
+  int64_t num_q_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t failed_layer;  // out: where the status comes from
+  int32_t dtype;
+  int32_t activation;
+  float eps;
+  float offset;
 };
 
 // Packing [out_dim, in] bfloat16 weights into tiles, and unpacking some rows of them.

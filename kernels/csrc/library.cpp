@@ -79,6 +79,16 @@ int check_blocks(AttentionParams& p) {
   return kOk;
 }
 
+}  // namespace
+
+std::mutex& library_lock() { return g_lock; }
+
+const Kernels& chosen_kernels() { return kernels(); }
+
+uint8_t* workspace(int64_t num_bytes) {
+  return g_workspace.reserve(num_bytes) ? g_workspace.data : nullptr;
+}
+
 int attention(AttentionParams& p) {
   const int status = check_blocks(p);
   if (status != kOk) return status;
@@ -105,21 +115,16 @@ int attention(AttentionParams& p) {
   return k.attend(work);
 }
 
-int run_linear(const LinearParams& p) {
+int linear(const LinearParams& p) {
   const Kernels& k = kernels();
   const int64_t bytes = k.linear_workspace_bytes(p);
   if (bytes > 0 && !g_workspace.reserve(bytes)) return kNoMemory;
   return k.linear(p, g_workspace.data);
 }
 
-}  // namespace
-
-std::mutex& library_lock() { return g_lock; }
-
-const Kernels& chosen_kernels() { return kernels(); }
-
-uint8_t* workspace(int64_t num_bytes) {
-  return g_workspace.reserve(num_bytes) ? g_workspace.data : nullptr;
+int append(AttentionParams& p) {
+  const int status = check_blocks(p);
+  return status == kOk ? kernels().append(p) : status;
 }
 
 }  // namespace sw
@@ -140,6 +145,9 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 7: return sizeof(sw::BlockRowsParams);
     case 8: return sizeof(sw::QuantiseParams);
     case 9: return sizeof(sw::CodedParams);
+    case 10: return sizeof(sw::LayerWeights);
+    case 11: return sizeof(sw::LayerPool);
+    case 12: return sizeof(sw::LayersParams);
     default: return 0;
   }
 }
@@ -178,8 +186,7 @@ SW_EXPORT int32_t sw_attention(sw::AttentionParams* p) {
 
 SW_EXPORT int32_t sw_append(sw::AttentionParams* p) {
   const std::lock_guard<std::mutex> hold(sw::g_lock);
-  const int status = sw::check_blocks(*p);
-  return status == sw::kOk ? sw::kernels().append(*p) : status;
+  return sw::append(*p);
 }
 
 SW_EXPORT int32_t sw_rms_norm(sw::NormParams* p) {
@@ -199,7 +206,7 @@ SW_EXPORT int32_t sw_gated_act(sw::ActParams* p) {
 
 SW_EXPORT int32_t sw_linear(sw::LinearParams* p) {
   const std::lock_guard<std::mutex> hold(sw::g_lock);
-  return sw::run_linear(*p);
+  return sw::linear(*p);
 }
 
 SW_EXPORT int32_t sw_pack_tiles(sw::TileParams* p) {

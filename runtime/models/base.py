@@ -22,14 +22,14 @@ R rows, N entries that the step's tokens complete (in order of row and position;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from statewise.kernels.interface import GroupGeometry, Ops
+from statewise.kernels.interface import GroupGeometry, LayerPools, Ops
 from statewise.radix.schema import CacheSchema
 
 
@@ -99,6 +99,13 @@ class ForwardContext(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Append k, v [T, Hkv, D] of `layer` and attend with q [T, Hq, D] -> [T, Hq, D]."""
+        ...
+
+    def layer_pools(self, num_layers: int) -> tuple[LayerPools, Sequence[Any]]:
+        """K/V pools of all layers, and plans for the groups of the first `num_layers`.
+
+        For models whose every layer only attends, in place of `attend`.
+        """
         ...
 
     def append_entries(self, group: str, layer: int, entries: Tensor) -> None:

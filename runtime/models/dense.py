@@ -11,12 +11,12 @@ Shapes: T tokens of the step, d hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from statewise.kernels.interface import AttentionGeometry
+from statewise.kernels.interface import AttentionGeometry, LayerStack, LayerWeights, StackShape
 from statewise.kernels.reference import TorchOps
 from statewise.radix.schema import CacheSchema
 from statewise.runtime.models.base import ForwardContext, LoadOptions
@@ -34,6 +34,10 @@ class DecoderLayer(Protocol):
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on x [T, d] with residual [T, d] (None: nothing to add yet)."""
+        ...
+
+    def weights(self) -> LayerWeights | None:
+        """What `__call__` computes with, for `Ops.stack`; None where that is something else."""
         ...
 
 
@@ -57,6 +61,7 @@ class DenseDecoder:
         self.embedding = Embedding(build)
         self.layers = [layer_factory(build, i) for i in range(config.num_layers)]
         self.norm = Norm(build, "model.norm", config.hidden_size)
+        self.stack = _stack_of(build, self.layers, self.norm)
         self._geometries: dict[str, AttentionGeometry] = {}
 
     def describe_cache(self, options: LoadOptions, weights_digest: str) -> None:
@@ -73,11 +78,27 @@ class DenseDecoder:
         assert 0 <= num_layers <= len(self.layers)
         self._prepare_positions(ctx.positions)
         x, residual = self.embedding.embed(token_ids), None
+        stacked = self._run_stack(x, ctx, num_layers)
+        if stacked is not None:
+            return stacked
         for layer in self.layers[:num_layers]:
             x, residual = layer(x, residual, ctx)
         if num_layers == len(self.layers):
             return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return x if residual is None else x + residual
+
+    def _run_stack(self, x: Tensor, ctx: ForwardContext, num_layers: int) -> Tensor | None:
+        """What `forward` returns, for embeddings `x`, as one operation; None where there is none.
+
+        The same bits, so that it does not matter which steps take which way.
+        """
+        if self.stack is None or num_layers == 0:
+            return None
+        pools, plans = ctx.layer_pools(num_layers)
+        if not self.stack.takes(x, plans):
+            return None
+        out, residual = self.stack.run(x, ctx.positions, pools, plans, num_layers)
+        return out if num_layers == len(self.layers) else out + residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of hidden states [N, d] after all layers."""
@@ -88,6 +109,25 @@ class DenseDecoder:
             needed = int(positions.max()) + 1
             for rope in self.ropes:
                 rope.fill(needed)
+
+
+def _stack_of(build: Build, layers: Sequence[DecoderLayer], norm: Norm) -> LayerStack | None:
+    weights = [w for layer in layers if (w := layer.weights()) is not None]
+    if len(weights) < len(layers):
+        return None
+    config = build.config
+    shape = StackShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+        norm_offset=config.norm_offset,
+        dtype=build.reader.dtype,
+    )
+    return build.ops.stack(shape, weights, norm.weight)
 
 
 def build_dense(

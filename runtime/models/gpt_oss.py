@@ -34,6 +34,9 @@ class GptOssLayer:
         self.mlp_norm = Norm(build, f"{prefix}.post_attention_layernorm", hidden)
         self.mlp = GptOssMlp(build, f"{prefix}.mlp")
 
+    def weights(self) -> None:
+        """None: experts are no part of a stack."""
+
     def __call__(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:

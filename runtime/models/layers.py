@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statewise.kernels.interface import Ops
+from statewise.kernels.interface import LayerMatrix, LayerWeights, Ops
 from statewise.runtime.models.base import ForwardContext
 from statewise.runtime.models.config import DenseConfig, RopeConfig
 from statewise.runtime.models.rope import RopeTable
@@ -72,6 +72,11 @@ class Projection:
         self.ops = build.ops
         self.weight: Any = build.packed([f"{n}.weight" for n in names], rows, in_features)
         self.bias = reader.stacked([f"{n}.bias" for n in names], rows) if has_bias else None
+
+    @property
+    def matrix(self) -> LayerMatrix:
+        """The weight and the bias."""
+        return LayerMatrix(self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [T, in] @ weight.T + bias -> [T, sum(rows)]."""
@@ -145,6 +150,37 @@ class GatedMlp:
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, d] for x [T, d]."""
         return self.down(self.ops.gated_act(self.gate_up(x), self.activation))
+
+
+def layer_weights(
+    attention: Attention,
+    mlp: GatedMlp,
+    *,
+    input_norm: Norm,
+    mlp_norm: Norm,
+    attention_norm: Norm | None = None,
+    output_norm: Norm | None = None,
+) -> LayerWeights:
+    """The parts of one layer for `Ops.stack`; the last two norms are of what a part adds."""
+
+    def weight(norm: Norm | None) -> Tensor | None:
+        return None if norm is None else norm.weight
+
+    return LayerWeights(
+        input_norm=input_norm.weight,
+        qkv=attention.qkv.matrix,
+        q_norm=weight(attention.q_norm),
+        k_norm=weight(attention.k_norm),
+        cos=attention.rope.cos,
+        sin=attention.rope.sin,
+        sinks=attention.sinks,
+        output=attention.output.matrix,
+        attention_norm=weight(attention_norm),
+        mlp_norm=mlp_norm.weight,
+        gate_up=mlp.gate_up.matrix,
+        down=mlp.down.matrix,
+        output_norm=weight(output_norm),
+    )
 
 
 class Embedding:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from statewise.kernels.interface import LayerWeights
 from statewise.runtime.models.base import CausalLM, ForwardContext, LoadOptions
 from statewise.runtime.models.config import ModelInfo
 from statewise.runtime.models.dense import build_dense
-from statewise.runtime.models.layers import Attention, Build, GatedMlp, Norm
+from statewise.runtime.models.layers import Attention, Build, GatedMlp, Norm, layer_weights
 from statewise.runtime.models.weights import WeightReader
 
 
@@ -25,6 +26,12 @@ class LlamaLayer:
         self.attention = Attention(build, layer)
         self.mlp_norm = Norm(build, f"{prefix}.post_attention_layernorm", hidden)
         self.mlp = GatedMlp(build, f"{prefix}.mlp")
+
+    def weights(self) -> LayerWeights:
+        """Its parts; see `DecoderLayer`."""
+        return layer_weights(
+            self.attention, self.mlp, input_norm=self.input_norm, mlp_norm=self.mlp_norm
+        )
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext

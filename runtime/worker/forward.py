@@ -10,6 +10,7 @@ This module does not choose rows, and writes only into blocks of the rows that w
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from statewise.kernels.interface import (
     AttentionBackend,
     AttentionGeometry,
     EntryGeometry,
+    LayerPools,
     SparseKernels,
     StateGeometry,
 )
@@ -45,6 +47,17 @@ class LayerRouter:
                     self.attention[layer] = g
             if is_attention:
                 self.owners.update(pool.spec.layers)
+
+    @functools.cached_property
+    def layer_pools(self) -> LayerPools:
+        """Of all layers that attend, in order."""
+        layers = sorted(self.attention)
+        groups = tuple(self.attention[layer] for layer in layers)
+        return LayerPools(
+            tensors=tuple(self.tensors[place] for place in zip(groups, layers, strict=True)),
+            groups=groups,
+            writes=tuple(layer in self.owners for layer in layers),
+        )
 
 
 class PagedForwardContext:
@@ -116,6 +129,13 @@ class PagedForwardContext:
         if layer in self._router.owners:
             self._backend.append(plan, kv, k, v)
         return self._backend.run(plan, q, kv, sinks)
+
+    def layer_pools(self, num_layers: int) -> tuple[LayerPools, Sequence[Any]]:
+        """Pools of all layers, and plans by group of those that the first layers use."""
+        pools = self._router.layer_pools
+        used = set(pools.groups[:num_layers])
+        plans = [self._plan(g) if g in used else None for g in range(max(pools.groups) + 1)]
+        return pools, plans
 
     def append_entries(self, group: str, layer: int, entries: Tensor) -> None:
         """Write entries [N, D] that the step's tokens complete."""

@@ -7,10 +7,17 @@ table fails), and poisons unused slots with NaN.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from statewise.kernels.interface import AttentionBackend, AttentionGeometry, BatchLayout
+from statewise.kernels.interface import (
+    AttentionBackend,
+    AttentionGeometry,
+    BatchLayout,
+    LayerPools,
+)
 from statewise.kernels.reference import TorchAttention
 from statewise.runtime.models.base import CausalLM
 
@@ -46,6 +53,9 @@ class DriverContext:
         self.driver.backend.append(plan, pool, k, v)
         return self.driver.backend.run(plan, q, pool, sinks)
 
+    def layer_pools(self, num_layers: int) -> tuple[LayerPools, list[object]]:
+        return self.driver.layer_pools, list(self.plans.values())
+
 
 class ModelDriver:
     """Feeds token spans of several rows to a model and returns logits of every token."""
@@ -73,6 +83,15 @@ class ModelDriver:
             layer: self._pool(self.geometries[name], num_blocks)
             for layer, name in self.group_of.items()
         }
+
+    @functools.cached_property
+    def layer_pools(self) -> LayerPools:
+        layers, names = sorted(self.pools), list(self.geometries)
+        return LayerPools(
+            tensors=tuple(self.pools[layer] for layer in layers),
+            groups=tuple(names.index(self.group_of[layer]) for layer in layers),
+            writes=(True,) * len(layers),
+        )
 
     def step(self, *tokens: Tensor, num_layers: int | None = None) -> list[Tensor]:
         """Append tokens [n_r] to each row; return the logits [n_r, V] of each row."""
