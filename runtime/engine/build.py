@@ -25,7 +25,7 @@ from statewise.radix.schema import CacheSchema
 from statewise.runtime import machine
 from statewise.runtime.clock import Clock
 from statewise.runtime.config import ServerArgs
-from statewise.runtime.engine.calibrate import calibrate
+from statewise.runtime.engine.calibrate import BUDGET_S, TIERS_BUDGET_S, calibrate
 from statewise.runtime.engine.core import EngineCore, EngineLimits
 from statewise.runtime.engine.slower import SlowerTiers
 from statewise.runtime.engine.trial import Trials
@@ -90,7 +90,8 @@ class BuiltRuntime:
     def core(self, clock: Clock) -> EngineCore:
         """Make an engine core over these parts; one core for one `BuiltRuntime`.
 
-        Measures what a forward costs first (about two seconds), unless the settings say not to.
+        Measures what a forward costs first (about two seconds, four
+        with slower tiers), unless the settings say not to.
         """
         core = EngineCore(
             self.args,
@@ -109,7 +110,8 @@ class BuiltRuntime:
         if self.args.calibrate:
             sizes = (self.pools.num_blocks, self.args.chunked_prefill_size)
             longest = self.limits.max_context_len
-            cost = calibrate(self.worker, self.schema, *sizes, clock, longest=longest)
+            budget_s = BUDGET_S if tiers is None else TIERS_BUDGET_S
+            cost = calibrate(self.worker, self.schema, *sizes, clock, budget_s, longest=longest)
             if self.slower is not None and tiers is not None:
                 cost = replace(cost, tiers=self.slower.measure(tiers, clock))
             core.use_cost(cost)

@@ -1,14 +1,19 @@
 """Measures what a forward costs here, before the first request: the cost model's first figures.
 
     by batch     full-depth forwards of 1, 16, 64 ... tokens
-    by context   a short one behind a long context: seconds per entry that a token reads
+    by context   a long one behind a long context: seconds per entry that a token reads
     by depth     one batch size at a quarter, half and three quarters of the layers
 
 Every trial is run in turn, then all of them again, while there is time: the machine's moods hit all
-alike, and the middle one of several is taken. The first run of a trial touches memory that nothing
-has touched before; it counts only where there was no time for another. What there was no time for
-at all is filled in from the nearest figure; serving refines all of it. Depth matters because a
-partial rebuild runs only as deep as the damage.
+alike, and the middle one of several is taken. A run that goes further than any before it, in tokens,
+positions or layers, touches memory that nothing has touched; it counts only where there was no time
+for another. So the largest comes before those of which one run may have to do.
+
+What an entry costs is a small difference between two long times. The batch behind the context runs
+after the same batch without, once a single token has touched what it reads; as many runs count of
+either; and a batch is taken of which there is time for more than one. What there was no time for at
+all is filled in from the nearest figure; serving refines all of it. Depth matters because a partial
+rebuild runs only as deep as the damage.
 
 This module does not choose anything by these figures.
 """
@@ -16,6 +21,7 @@ This module does not choose anything by these figures.
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -31,8 +37,9 @@ BATCHES = (1, 16, 64, 256, 512, 1024, 2048)
 CONTEXT = 4096  # tokens
 FEWEST = 64  # tokens of a step behind a context: less says more of noise than of context
 BUDGET_S = 2.0
+TIERS_BUDGET_S = 4.0  # where a prefix may be loaded instead: three runs of everything
 CONTEXT_FACTOR = 3  # of a batch's time that it takes behind a context, at most
-LONGEST_SHARE = 0.5  # of the time that is left, for one measurement
+LONGEST_SHARE = 0.5  # of the time that is left, for something that was not measured yet
 MAX_ROUNDS = 8
 INITIAL_TOKENS_PER_S = 1000.0  # where nothing was measured
 SMALLEST_S = 1e-7
@@ -96,37 +103,68 @@ class _Stopwatch:
         self._trials = trials
         self._clock = clock
         self._end = clock.monotonic() + budget_s
-        self._seconds: dict[Trial, list[float]] = {}
+        self._runs: dict[Trial, list[_Run]] = {}
+        self._furthest: Trial = (0, 0, 0)  # tokens before the end, tokens computed, layers
         self.room = trials.room
 
-    def allows(self, expected_s: float) -> bool:
-        """Whether something that takes `expected_s` may be measured."""
-        return expected_s <= (self._end - self._clock.monotonic()) * LONGEST_SHARE
+    def allows(self, expected_s: float, share: float = LONGEST_SHARE) -> bool:
+        """Whether what takes `expected_s` takes no more than a share of the time left."""
+        return expected_s <= (self._end - self._clock.monotonic()) * share
 
     def run(self, trial: Trial) -> float:
         """Run a trial; seconds that it took."""
+        context, size, layers = trial
+        reach = (context + size, size, layers)
+        is_new = any(mine > before for mine, before in zip(reach, self._furthest, strict=True))
         began = self._clock.monotonic()
         self._trials.run(*trial)
         seconds = max(self._clock.monotonic() - began, SMALLEST_S)
-        self._seconds.setdefault(trial, []).append(seconds)
+        self._reached(*reach)
+        self._runs.setdefault(trial, []).append(_Run(seconds, is_new))
         return seconds
+
+    def touch(self, num_tokens: int, num_layers: int) -> None:
+        """Read the state of so many tokens, for a single one of them."""
+        self._trials.run(num_tokens - 1, 1, num_layers)
+        self._reached(num_tokens, 1, num_layers)
+
+    def _reached(self, *reach: int) -> None:
+        tokens, size, layers = map(max, self._furthest, reach)
+        self._furthest = tokens, size, layers
 
     def repeat(self) -> None:
         """Run all trials again and again, in their order, while there is time."""
         for _ in range(MAX_ROUNDS):
-            before = sum(map(len, self._seconds.values()))
-            for trial, seconds in list(self._seconds.items()):
-                if self.allows(seconds[-1]):
+            before = sum(map(len, self._runs.values()))
+            for trial, runs in list(self._runs.items()):
+                if self.allows(min(run.seconds for run in runs), share=1.0):
                     self.run(trial)
-            if sum(map(len, self._seconds.values())) == before:
+            if sum(map(len, self._runs.values())) == before:
                 return
 
     def figures(self) -> dict[Trial, float]:
-        """Seconds of each trial: the middle of its runs, the first of several left out."""
-        return {
-            trial: statistics.median_low(seconds[1:] or seconds)
-            for trial, seconds in self._seconds.items()
-        }
+        """Seconds of each trial: the middle of its runs, those on new memory left out."""
+        return {t: statistics.median_low(_settled(runs)) for t, runs in self._runs.items()}
+
+    def beside(self, trial: Trial, other: Trial) -> tuple[float, float]:
+        """Seconds of two trials, by as many runs of either, from the first on."""
+        mine, others = _settled(self._runs[trial]), _settled(self._runs[other])
+        both = min(len(mine), len(others))
+        return statistics.median_low(mine[:both]), statistics.median_low(others[:both])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a trial."""
+
+    seconds: float
+    is_new: bool  # it touched memory that nothing had touched
+
+
+def _settled(runs: list[_Run]) -> list[float]:
+    """Seconds of the runs on memory in use, or of all where there are none."""
+    settled = [run.seconds for run in runs if not run.is_new]
+    return settled or [run.seconds for run in runs]
 
 
 def _first_round(watch: _Stopwatch, batches: list[int], num_layers: int) -> None:
@@ -157,26 +195,31 @@ def _first_round(watch: _Stopwatch, batches: list[int], num_layers: int) -> None
 
 
 def _behind_context(watch: _Stopwatch, found: dict[int, float], num_layers: int) -> None:
-    """Run the largest batch that there is time for behind a context.
+    """Run the largest batch behind a context that there is time for twice, or else the smallest.
 
     Prompts are computed a chunk at a time: an entry is read once for many of its tokens, and so
     costs each of them far less than it would a few.
     """
-    for size in sorted(found, reverse=True):
-        context = min(CONTEXT, watch.room - size)
-        is_telling = size >= FEWEST and context >= 4 * size
-        if is_telling and watch.allows(CONTEXT_FACTOR * found[size]):
-            watch.run((context, size, num_layers))
+    places = {size: min(CONTEXT, watch.room - size) for size in sorted(found, reverse=True)}
+    telling = [size for size, at in places.items() if size >= FEWEST and at >= 4 * size]
+    for size in telling:
+        once, twice = ((times * CONTEXT_FACTOR + 1) * found[size] for times in (1, 2))
+        if watch.allows(once if size == telling[-1] else twice, share=1.0):
+            watch.touch(places[size] + size, num_layers)
+            watch.run((0, size, num_layers))
+            watch.run((places[size], size, num_layers))
             return
 
 
 def _pair_seconds(watch: _Stopwatch, schema: CacheSchema) -> float:
     """Seconds per entry read in one layer, from a batch behind a long context."""
-    figures, pairs = watch.figures(), pairs_of(schema)
-    for (context, size, layers), seconds in figures.items():
+    pairs = pairs_of(schema)
+    for trial in watch.figures():
+        context, size, layers = trial
         more = pairs.count(context, context + size, layers) - pairs.count(0, size, layers)
         if context and more > 0:
-            return max(seconds - figures[0, size, layers], 0.0) / more
+            behind, alone = watch.beside(trial, (0, size, layers))
+            return max(behind - alone, 0.0) / more
     return 0.0
 
 

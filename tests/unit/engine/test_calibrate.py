@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+
+import numpy as np
 import pytest
 
-from statewise.runtime.engine.calibrate import calibrate, describe
+from statewise.runtime.engine.calibrate import TIERS_BUDGET_S, calibrate, describe
 from statewise.runtime.scheduler.batch import ScheduledBatch, StepResult
 from support.digest_worker import DigestWorker
 from support.engine import VOCAB, Driver, make_schema
@@ -102,6 +105,72 @@ def test_the_first_touch_of_memory_does_not_count() -> None:
     slow, plain = measured(Untouched(1e-5)), measured(TimedWorker(1e-5))
     for start, end in ((0, 16), (0, 512), (4096, 4160), (0, 8192)):
         assert slow.prefill_s(start, end) == pytest.approx(plain.prefill_s(start, end), rel=0.01)
+
+
+class Machine(TimedWorker):
+    """A machine of its own: new memory is slow, other work comes and goes."""
+
+    def __init__(self, seed: int, *, is_busy: bool) -> None:
+        rng = np.random.default_rng(seed)
+        round_s = rng.uniform(0.2, 1.0)  # of all trials, roughly
+        noise = rng.lognormal(0.0, 0.03, 400)
+        if is_busy:
+            noise *= np.where(rng.random(400) < 0.1, rng.uniform(1.2, 2.5, 400), 1.0)
+        super().__init__(round_s / 2000, noise=tuple(noise.tolist()) if is_busy else (1.0,))
+        self.pair_s = self.token_s * rng.uniform(0.1, 1.0) / self.pairs_s(2048, 1) * self.pair_s
+        self.touched = [0, 0]  # pages of state, tokens of scratch
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        (row,) = batch.rows
+        for i, reached in enumerate((row.start + len(row.tokens), len(row.tokens))):
+            new = max(reached - self.touched[i], 0)
+            self.touched[i] += new
+            self.clock.pass_time(new * self.token_s * (0.05, 0.5)[i])
+        return super().execute(batch)
+
+    def chunks_s(self, tokens: int) -> float:
+        """What a prompt costs when nothing is new and nothing disturbs."""
+        alone = 1e-4 + CHUNK * self.token_s
+        return sum(alone + self.pairs_s(at, CHUNK) for at in range(0, tokens, CHUNK))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_context_costs_is_found_where_new_memory_is_slow(seed: int) -> None:
+    machine = Machine(seed, is_busy=False)
+    model = measured(machine, TIERS_BUDGET_S)
+    assert model.pair_s == pytest.approx(machine.pair_s, rel=0.03)
+    for tokens in (512, 2048, 8192):
+        steps_s = tokens / CHUNK * model.step_s
+        assert model.prefill_s(0, tokens) - steps_s == pytest.approx(
+            machine.chunks_s(tokens), rel=0.03
+        )
+
+
+def test_what_a_context_costs_is_found_beside_other_work() -> None:
+    off = []
+    for seed in range(24):
+        machine = Machine(seed, is_busy=True)
+        model = measured(machine, TIERS_BUDGET_S)
+        off.append(abs(model.prefill_s(0, 4096) / machine.chunks_s(4096) - 1))
+    assert statistics.median(off) < 0.04
+    assert sorted(off)[-4] < 0.15
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_context_costs_is_measured_twice_within_the_time(seed: int) -> None:
+    machine = Machine(seed, is_busy=False)
+    measured(machine, TIERS_BUDGET_S)
+    assert len([start for start, size, _ in machine.rows if start and size > 1]) >= 2
+    assert machine.clock.monotonic() <= 1.05 * TIERS_BUDGET_S
+
+
+@pytest.mark.parametrize("budget_s", [0.2, 0.25, 0.3, 0.35])
+def test_a_single_run_behind_a_context_finds_it_touched(budget_s: float) -> None:
+    machine = Machine(3, is_busy=False)
+    machine.token_s, machine.pair_s = 4e-4, 4e-8
+    model = measured(machine, budget_s)
+    assert [size for start, size, _ in machine.rows if start] == [1, 64]
+    assert model.pair_s == pytest.approx(machine.pair_s, rel=0.01)
 
 
 @pytest.mark.parametrize("token_s", [1e-5, 1e-3, 1e-2, 1.0])
