@@ -8,10 +8,11 @@ length at which they cross. Beside them the planner's own two curves, under the 
 measured at start and learned from these very runs, and what it would choose at every length.
 
 All or nothing: computing from the front while the rest is loaded is left out, since with it there
-is no crossover. Greedy; a first token that differs ends the run.
+is no crossover. `--meet` measures it as a third way, where the planner finds one. Greedy; a first
+token that differs ends the run.
 
     usage: python benchmarks/crossover.py [--model NAME] [--lengths 512,1024,2048,4096]
-               [--mb-per-s N] [--rounds 3] [--json FILE]
+               [--mb-per-s N] [--rounds 3] [--meet] [--json FILE]
 
 Without --mb-per-s the medium is as fast as makes the curves cross near the middle length.
 """
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import statewise.runtime.cache.tiering as tiering
 from statewise.radix import Budget, CacheSchema, CostModel, Match, RecoveryPlan, Tier, Verdict, plan
@@ -47,6 +49,9 @@ LATENCY_S = 0.002
 WAIT_S = 0.001  # between two looks at a load
 MB = 1e6
 REAL_READ = Files.read
+NAMES = {"load": "loading_s", "compute": "computing_s", "meet": "meeting_s"}
+Int32 = NDArray[np.int32]
+Float = NDArray[np.float64]
 
 
 class Medium:
@@ -70,10 +75,15 @@ class Medium:
 
 @dataclass
 class Chooser:
-    """Stands before the planner of loads: its own choice, always to load, or never."""
+    """Stands before the planner of loads: its own choice, always to load, never, or to meet."""
 
     mode: str = "own"
     made: RecoveryPlan | None = None  # the plan with loads, as the planner prices it
+    both: RecoveryPlan | None = None  # the one that loads and computes at once
+
+    def turn(self, mode: str) -> None:
+        """Choose so from now on."""
+        self.mode, self.both = mode, None
 
     def __call__(
         self,
@@ -84,6 +94,9 @@ class Chooser:
         budget: Budget,
     ) -> RecoveryPlan:
         """Plan as `statewise.radix.plan`."""
+        if self.mode == "meet" and budget.front:
+            self.both = plan(match, verdicts, schema, cost, budget)
+            return replace(self.both, total_s=0.0) if self.both.concurrent else self.both
         asked = replace(budget, front=False, load=self.mode != "compute")
         if self.mode != "load":
             return plan(match, verdicts, schema, cost, asked)
@@ -113,8 +126,8 @@ class Length:
     tokens: int
     prompt: list[int]
     token: int = -1
-    loading: list[float] = field(default_factory=list)
-    computing: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in NAMES})
+    num_met: float = 0.0
     stored_bytes: float = 0.0
 
 
@@ -145,9 +158,10 @@ class Bench:
 
     def serve(self, length: Length, mode: str) -> float:
         """Seconds to the first token, the device being empty."""
-        self.chooser.mode = mode
+        self.chooser.turn(mode)
         self.core.cache.free_all()
         self._num += 1
+        met = self._num_met()
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         began = time.perf_counter()
         self.core.add_request(
@@ -162,11 +176,17 @@ class Bench:
                     seconds = time.perf_counter() - began
                     assert length.token in (-1, delta.token_ids[0]), "first tokens differ"
                     assert delta.report is not None
-                    assert bool(delta.report.loaded) == (mode == "load"), delta.report
+                    assert mode == "meet" or bool(delta.report.loaded) == (mode == "load")
                     length.token = delta.token_ids[0]
+                    length.num_met += self._num_met() - met
                     self._settle()
                     return seconds
         raise AssertionError("it never ended")
+
+    def _num_met(self) -> float:
+        """Meetings that came about so far."""
+        assert self.core.cache.tiering is not None
+        return self.core.cache.tiering.meetings.meetings.of(outcome="met")
 
     def _settle(self) -> None:
         """Let all copies end."""
@@ -181,7 +201,7 @@ class Bench:
         cost = self.core.cache.cost.model
         chosen = {}
         for mode in ("load", "own"):
-            self.chooser.mode = mode
+            self.chooser.turn(mode)
             chosen[mode] = self.core.cache.lookup(CacheOptions(), ids, len(ids) - 1).offer
         assert self.chooser.made is not None
         length.stored_bytes = sum(
@@ -193,7 +213,16 @@ class Bench:
             "computing_s": cost.prefill_s(0, length.tokens),
             "loading_s": self.chooser.made.total_s,
             "loads": chosen["own"] is not None,
+            "meeting_s": self._planned_meeting(ids),
         }
+
+    def _planned_meeting(self, ids: Int32) -> float | None:
+        """The planner's estimate of loading and computing at once; None where it would not."""
+        self.chooser.turn("meet")
+        self.core.cache.free_all()
+        self.core.cache.lookup(CacheOptions(), ids, len(ids) - 1)
+        both = self.chooser.both
+        return both.total_s if both is not None and both.concurrent else None
 
 
 def cost_bytes(schema: CacheSchema, group: int) -> int:
@@ -201,13 +230,18 @@ def cost_bytes(schema: CacheSchema, group: int) -> int:
     return schema.groups[group].block_bytes(schema.page_size)
 
 
+def ratios(lengths: list[int], loading: list[float], computing: list[float]) -> tuple[Float, Float]:
+    """Logarithms of the lengths, and of loading to computing at them."""
+    x = np.log(np.array(lengths, dtype=np.float64))
+    return x, np.log(np.array(loading) / np.array(computing))
+
+
 def crossing(lengths: list[int], loading: list[float], computing: list[float]) -> float | None:
     """Length at which loading becomes the cheaper one; None where the curves do not cross.
 
     Between two lengths the ratio is taken for a power of the length.
     """
-    x = np.log(np.array(lengths, dtype=np.float64))
-    y = np.log(np.array(loading) / np.array(computing))
+    x, y = ratios(lengths, loading, computing)
     for i in range(len(x) - 1):
         if y[i] > 0 >= y[i + 1]:
             return float(np.exp(x[i] + (x[i + 1] - x[i]) * y[i] / (y[i] - y[i + 1])))
@@ -229,8 +263,8 @@ def estimates(bench: Bench) -> dict[str, Any]:
     return {"rows": rows, "crossing": where}
 
 
-def measure(bench: Bench, rounds: int, mb_per_s: float) -> dict[str, Any]:
-    """Both curves, and the planner's at start and in the end."""
+def measure(bench: Bench, rounds: int, mb_per_s: float, ways: Sequence[str]) -> dict[str, Any]:
+    """All curves, and the planner's at start and in the end."""
     for length in bench.lengths:
         bench.serve(length, "compute")
     middle = bench.lengths[len(bench.lengths) // 2]
@@ -242,27 +276,28 @@ def measure(bench: Bench, rounds: int, mb_per_s: float) -> dict[str, Any]:
     }
     for _ in range(rounds):
         for length in bench.lengths:
-            length.computing.append(bench.serve(length, "compute"))
-            length.loading.append(bench.serve(length, "load"))
-            last = length.computing[-1], length.loading[-1]
-            print(
-                f"  {length.tokens}: computing {last[0]:.2f} s, loading {last[1]:.2f} s", flush=True
-            )
+            for way in ways:
+                length.seconds[way].append(bench.serve(length, way))
+            last = ", ".join(f"{way} {length.seconds[way][-1]:.2f} s" for way in ways)
+            print(f"  {length.tokens}: {last}", flush=True)
     report["planner"] = estimates(bench)
     report["measured"] = [
         {
             "tokens": length.tokens,
             "mb": length.stored_bytes / MB,
-            "computing_s": statistics.median(length.computing),
-            "loading_s": statistics.median(length.loading),
+            "met": length.num_met,
+            **{NAMES[way]: statistics.median(length.seconds[way]) for way in ways},
         }
         for length in bench.lengths
     ]
-    report["crossing"] = crossing(
-        [row["tokens"] for row in report["measured"]],
-        [row["loading_s"] for row in report["measured"]],
-        [row["computing_s"] for row in report["measured"]],
-    )
+    columns = {name: [row[name] for row in report["measured"]] for name in report["measured"][0]}
+    curves = columns["tokens"], columns["loading_s"], columns["computing_s"]
+    report["crossing"] = crossing(*curves)
+    for name in ("planner", "planner_at_start"):
+        found = report[name]["crossing"]
+        if found is not None:
+            x, y = ratios(*curves)
+            report[name]["wrong_costs"] = float(np.exp(abs(np.interp(np.log(found), x, y)))) - 1
     return report
 
 
@@ -270,25 +305,34 @@ def show(report: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [
         f"{report['model']}, a medium of {report['mb_per_s']:.1f} MB/s, load "
-        f"{report['load_average']['before'][0]:.1f} to {report['load_average']['after'][0]:.1f}",
-        f"{'tokens':>7}{'MB':>8}{'loading s':>11}{'planned':>9}{'computing s':>13}{'planned':>9}"
-        f"{'at start':>10}  choice",
+        f"{report['load_average']['before'][0]:.1f} to {report['load_average']['after'][0]:.1f}; "
+        "seconds, as planned at start > after these runs",
+        f"{'tokens':>7}{'MB':>7}{'loading':>9}{'planned':>16}{'computing':>11}{'planned':>16}"
+        f"{'meeting':>9}{'planned':>16}  choice",
     ]
     parts = (report["measured"], report["planner"]["rows"], report["planner_at_start"]["rows"])
     for real, planned, first in zip(*parts, strict=True):
-        lines.append(
-            f"{real['tokens']:>7}{real['mb']:>8.1f}{real['loading_s']:>11.3f}"
-            f"{planned['loading_s']:>9.3f}{real['computing_s']:>13.3f}"
-            f"{planned['computing_s']:>9.3f}{first['computing_s']:>10.3f}"
-            f"  {'load' if planned['loads'] else 'compute'}"
-        )
-    places = {
-        "measured": report["crossing"],
-        "planner": report["planner"]["crossing"],
-        "planner at start": report["planner_at_start"]["crossing"],
-    }
-    found = [f"{name} {'-' if at is None else round(at)}" for name, at in places.items()]
-    return "\n".join([*lines, f"curves cross at: {', '.join(found)} tokens"])
+        line = f"{real['tokens']:>7}{real['mb']:>7.1f}"
+        for name in NAMES.values():
+            both = f"{_seconds(first[name])} > {_seconds(planned[name])}"
+            line += f"{_seconds(real.get(name)):>9}{both:>16}  "
+        choices = ["load" if plan["loads"] else "compute" for plan in (first, planned)]
+        lines.append(f"{line}{' > '.join(choices)}; met {real['met']:.0f}")
+    found = [f"measured {_tokens(report['crossing'])}"]
+    for name in ("planner_at_start", "planner"):
+        text = f"{name.replace('_', ' ')} {_tokens(report[name]['crossing'])}"
+        if "wrong_costs" in report[name]:
+            text += f" (where the other choice costs {100 * report[name]['wrong_costs']:.1f} %)"
+        found.append(text)
+    return "\n".join([*lines, f"curves cross at, in tokens: {', '.join(found)}"])
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _tokens(value: float | None) -> str:
+    return "-" if value is None else str(round(value))
 
 
 def main() -> None:
@@ -298,6 +342,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,2048,4096")
     parser.add_argument("--mb-per-s", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--meet", action="store_true", help="also load and compute at once")
     parser.add_argument("--directory", type=Path, help="on the disk to use")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
@@ -305,7 +350,8 @@ def main() -> None:
     lengths = [int(word) for word in args.lengths.split(",")]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         bench = Bench(args.model, Path(folder) / "cache", lengths)
-        report = measure(bench, args.rounds, args.mb_per_s)
+        ways = tuple(NAMES) if args.meet else ("load", "compute")
+        report = measure(bench, args.rounds, args.mb_per_s, ways)
         bench.core.close()
     report |= {
         "model": args.model, "cores": os.cpu_count(),

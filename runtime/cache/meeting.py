@@ -10,13 +10,17 @@
 
 The request computes as if nothing was loaded, and nobody reads a loaded block before they meet. So
 a load that fails, is slow or finds no blocks costs what was copied, and no token that would not
-have been computed anyhow. Loads go in batches, which take their blocks when they begin.
+have been computed anyhow. Loads go in batches, which take their blocks when they begin: what a
+resume needs beside history alone, then history in pieces that take a fraction of a step, or else
+the two would pass each other by up to a piece. Enough of them are under way to last until the next
+look, since the control plane sees what has ended between two steps.
 
 This module does not estimate whether it is worth it (`planner`), and does not schedule.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -36,9 +40,10 @@ from statewise.runtime.tiers.tiers import Tiers
 from statewise.runtime.tiers.transfer import Transfer
 
 Int32 = NDArray[np.int32]
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20  # at most
 MAX_BATCH_PAGES = 64
-MAX_IN_FLIGHT = 2  # batches of one meeting: the next is read while one lands
+BATCHES_A_STEP = 4  # history that loads while a step computes, cut into so many
+MAX_IN_FLIGHT = 10  # batches of one meeting: more than two steps' worth
 
 Wanted = tuple[int, int, Tier, int, bytes]  # group, page, tier, handle, key
 
@@ -122,22 +127,26 @@ class Meetings:
 
     # ---------------------------------------------------------------- begin
 
-    def begin(self, match: Match, offer: Offer, position: int, rid: str = "") -> Meeting:
+    def begin(
+        self, match: Match, offer: Offer, position: int, rid: str = "", step_bytes: float = math.inf
+    ) -> Meeting:
         """Start to load what stands before the offer's position, from there backwards.
 
-        The request computes from `position` on. Takes what blocks there are to spare, or none.
+        The request computes from `position` on, and about `step_bytes` could be loaded during each
+        of its steps. Takes what blocks there are to spare, or none.
         """
         size = self._schema.page_size
         first, end = position // size, offer.plan.position // size
         promotion = Promotion(match, None, offer.plan, [], rid=rid)
-        meeting = Meeting(promotion, self._batches(offer, first, end), end, first)
+        batch_bytes = min(self.batch_bytes, step_bytes / BATCHES_A_STEP)
+        meeting = Meeting(promotion, self._batches(offer, first, end, batch_bytes), end, first)
         self.open.add(meeting)
         self._told.load_begun(rid, offer.plan)
         self._go_on(meeting)
         return meeting
 
-    def _batches(self, offer: Offer, first: int, end: int) -> list[Batch]:
-        """Runs of pages from the end backwards; the first one with all that is no history."""
+    def _batches(self, offer: Offer, first: int, end: int, batch_bytes: float) -> list[Batch]:
+        """All that is no history, then runs of pages from the end backwards."""
         groups, stored = self._schema.groups, offer.findings.stored
         keys = offer.findings.names.pages
         history = [g for g, spec in enumerate(groups) if spec.kind.is_history]
@@ -151,13 +160,12 @@ class Meetings:
                     by_page.setdefault(page, []).append(wanted)
         size = self._schema.page_size
         page_bytes = sum(groups[g].block_bytes(size) for g in history)
-        step = min(max(int(self.batch_bytes / page_bytes), 1), MAX_BATCH_PAGES)
-        batches = []
+        step = max(int(min(batch_bytes / page_bytes, MAX_BATCH_PAGES)), 1)
+        batches = [Batch(end, end, trailing)] if trailing else []
         for hi in range(end, first, -step):
             lo = max(hi - step, first)
             pages = chain.from_iterable(by_page.get(page, ()) for page in range(lo, hi))
-            batches.append(Batch(lo, hi, [*trailing, *pages]))
-            trailing = []
+            batches.append(Batch(lo, hi, list(pages)))
         return batches
 
     # ---------------------------------------------------------------- copies
@@ -231,6 +239,7 @@ class Meetings:
 
         transfer = self._tiers.load(tier, [load for _, load in loads], ended)
         batch.waiting_for.add(transfer)
+        self._promotions.note_begun(transfer, [page for page, _ in loads])
 
     # ---------------------------------------------------------------- meet
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from statewise.radix import Duplicates, Freed, Lease, Match, RadixTree, Tier, Written
 from statewise.radix.key import common_tokens
-from statewise.radix.observe import CostObserver
 from statewise.radix.plan import RecoveryPlan
 from statewise.runtime.cache.blocks import Blocks
+from statewise.runtime.cache.load_costs import LoadCosts
 from statewise.runtime.cache.mirror import Mirror
 from statewise.runtime.cache.stored import Findings
 from statewise.runtime.cache.tier_events import TierEvents
@@ -118,9 +118,8 @@ class Promotions:
         self._tree, self._blocks, self._tiers, self._mirror = tree, blocks, tiers, mirror
         self._schema = tree.schema
         self._written = written
-        self.observer: CostObserver | None = None  # told how long loads take
+        self.costs = LoadCosts()
         self.open: set[Promotion] = set()  # not released, or not done
-        self._under_way: dict[Transfer, int] = {}  # bytes of the device's pages, as costs are in
         self.loaded_pages = Labelled(
             "Pages asked back from slower tiers, by tier, group and outcome.",
             "tier", "group", "outcome",
@@ -163,15 +162,13 @@ class Promotions:
     ) -> None:
         def ended(transfer: Transfer) -> None:
             promotion.waiting_for.discard(transfer)
-            del self._under_way[transfer]
             self.take_results(promotion, transfer, [page for page, _ in loads])
             if not promotion.waiting_for:
                 self._settle(promotion)
 
         transfer = self._tiers.load(tier, [load for _, load in loads], ended)
         promotion.waiting_for.add(transfer)
-        self._under_way[transfer] = self._device_bytes([page for page, _ in loads])
-        self._learn_queue(tier)
+        self.note_begun(transfer, [page for page, _ in loads])
 
     def is_loading(self, match: Match, position: int) -> bool:
         """Whether state of the same prefix, up to `position` at least, is on its way already."""
@@ -179,6 +176,10 @@ class Promotions:
             promotion.is_wanted and not promotion.is_done and promotion.covers(match, position)
             for promotion in self.open
         )
+
+    def note_begun(self, transfer: Transfer, pages: list[Incoming]) -> None:
+        """A load has begun; `take_results` is told when it has ended."""
+        self.costs.begun(transfer, self._device_bytes(pages))
 
     # ---------------------------------------------------------------- copied
 
@@ -195,25 +196,15 @@ class Promotions:
                 promotion.loaded.setdefault(page.page, tier)
         where = [(page.group, page.page) for page in pages]
         promotion.faults += self._told.load_ended(promotion.rid, transfer, where)
-        if transfer.num_ok == transfer.num_pages and transfer.seconds > 0:
-            if self.observer is not None:
-                self.observer.observe_load(tier, self._device_bytes(pages), transfer.seconds)
+        is_whole = transfer.num_ok == transfer.num_pages
+        if is_whole and transfer.seconds > 0:
             self.load_seconds.add(tier.name.lower(), value=transfer.seconds)
-        self._learn_queue(tier)
+        self.costs.ended(transfer, is_whole=is_whole)
 
     def _device_bytes(self, pages: list[Incoming]) -> int:
         """Bytes of these pages on the device, as plans count them; in a tier they may be fewer."""
         size, groups = self._schema.page_size, self._schema.groups
         return sum(groups[page.group].block_bytes(size) for page in pages)
-
-    def _learn_queue(self, tier: Tier) -> None:
-        """How long a new load would wait behind those that are queued."""
-        if self.observer is None:
-            return
-        queued = sum(size for t, size in self._under_way.items() if t.tier is tier)
-        cost = self.observer.model.tiers[tier]
-        if queued or cost.queue_s:
-            self.observer.observe_queue(tier, queued / cost.bytes_per_s)
 
     # ---------------------------------------------------------------- settle
 

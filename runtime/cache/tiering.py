@@ -87,7 +87,7 @@ class Tiering:
 
     def observe(self, cost: CostObserver) -> None:
         """Tell `cost` how long loads take."""
-        self.promotions.observer = cost
+        self.promotions.costs.observer = cost
 
     @property
     def version(self) -> int:
@@ -175,7 +175,17 @@ class Tiering:
         """Load what the lookup offers from its end while the request computes from the front."""
         assert lookup.match is not None
         assert lookup.offer is not None
-        return self.meetings.begin(lookup.match, lookup.offer, lookup.position, rid)
+        step_bytes = self._step_bytes(lookup.offer.plan, lookup.position)
+        return self.meetings.begin(lookup.match, lookup.offer, lookup.position, rid, step_bytes)
+
+    def _step_bytes(self, chosen: RecoveryPlan, position: int) -> float:
+        """How much the slowest tier of a plan loads while one step computes; inf: not known."""
+        if self.promotions.costs.observer is None:
+            return math.inf
+        cost = self.promotions.costs.observer.model
+        step_s = cost.prefill_s(position, position + cost.chunk)
+        used = [cost.tiers[load.tier] for load in chosen.loads]
+        return min(max(step_s, tier.latency_s) * tier.bytes_per_s for tier in used)
 
     @property
     def holders(self) -> list[Promotion | Meeting]:

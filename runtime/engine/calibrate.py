@@ -5,9 +5,9 @@
     by depth     one batch size at a quarter, half and three quarters of the layers
 
 Every trial is run in turn, then all of them again, while there is time: the machine's moods hit all
-alike, and the middle one of several is taken. A run that goes further than any before it, in tokens,
-positions or layers, touches memory that nothing has touched; it counts only where there was no time
-for another. So the largest comes before those of which one run may have to do.
+alike, and the middle one of several is taken. A run that goes further than any before it, in
+tokens, positions or layers, touches memory that nothing has touched; it counts only where there was
+no time for another. So the largest comes before those of which one run may have to do.
 
 What an entry costs is a small difference between two long times. The batch behind the context runs
 after the same batch without, once a single token has touched what it reads; as many runs count of

@@ -35,6 +35,7 @@ from statewise.runtime.tiers.files import Files
 from statewise.runtime.tiers.host import even_weights
 from statewise.runtime.tiers.lossy_io import LossyIO, lossy_environments
 from statewise.runtime.tiers.page import GroupShape, shapes_of
+from statewise.runtime.tiers.record import header_bytes
 from statewise.runtime.tiers.remote import RemoteTier
 from statewise.runtime.tiers.tiers import Tiers, TierSettings, open_tiers
 from statewise.runtime.tiers.transfer import EngineOptions
@@ -149,7 +150,7 @@ class SlowerTiers:
         ):
             store = tiers.stores.get(tier)
             if asked == AUTO and samples and isinstance(store, DiskTier | RemoteTier):
-                rate = self._medium if tier is Tier.DISK else costs[tier].bytes_per_s
+                rate = self._medium if tier is Tier.DISK else DEFAULT_TIERS[tier].bytes_per_s
                 name = choose_codec(samples, item_bytes, rate, clock)
                 store.bodies.use(name)
                 log.info("codec of the %s cache: %s", tier.name.lower(), name)
@@ -168,11 +169,23 @@ class SlowerTiers:
         costs = dict(DEFAULT_TIERS)
         landing = self._landing_rate(clock)
         costs[Tier.HOST] = TierCost(landing, DEFAULT_TIERS[Tier.HOST].latency_s)
+        share = self._device_share()
+        remote = costs[Tier.REMOTE]
+        costs[Tier.REMOTE] = replace(remote, bytes_per_s=remote.bytes_per_s * share)
         if self._args.disk_cache_dir:
             self._medium = self._medium_rate(clock)
-            rate = 1.0 / (1.0 / landing + 1.0 / self._medium)
+            rate = 1.0 / (1.0 / landing + 1.0 / (self._medium * share))
             costs[Tier.DISK] = TierCost(rate, DEFAULT_TIERS[Tier.DISK].latency_s)
         return costs
+
+    def _device_share(self) -> float:
+        """Bytes of blocks for each byte of a record: headers cost, and lossy copies are smaller.
+
+        Plans count the device's bytes, whatever a tier holds.
+        """
+        shapes = self.shapes(self._store.schema)
+        heads = [header_bytes(shape.name, shape.stamp, shape.num_layers) for shape in shapes]
+        return sum(self._block_bytes) / (sum(heads) + sum(shape.row_bytes for shape in shapes))
 
     def _landing_rate(self, clock: Clock) -> float:
         """Bytes of blocks per second, from rows into blocks, digests included."""

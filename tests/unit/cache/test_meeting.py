@@ -350,3 +350,20 @@ def test_it_is_told() -> None:
     report = go(scene, 2.0)
     assert told == [{"met": ("again", 0, report.recomputed, END)}]
     assert "computed while the rest was loaded" in report.reason
+
+
+def test_what_takes_long_is_cut_into_pieces_that_a_step_can_meet() -> None:
+    """The end is apart, history in pieces of a fraction of a step, however large they may be."""
+    scene = scene_of()
+    scene.tiering.meetings.batch_bytes = 1 << 30
+    scene.add("again", LONG, 3)
+    scene.step()
+    batches = meeting_of(scene).batches
+    assert {group for group, *_ in batches[0].wanted} == {1}, "the window alone"
+    assert {group for batch in batches[1:] for group, *_ in batch.wanted} == {0}
+    per_step = CHUNK // PAGE  # loading a page takes as long as computing it
+    assert all(batch.end - batch.first <= max(per_step // 2, 1) for batch in batches[1:])
+    assert len(batches) > 4
+    go(scene, 6.0)
+    assert outcomes(scene) == {"met": 1}
+    end(scene)

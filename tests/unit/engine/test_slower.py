@@ -92,6 +92,22 @@ def test_lossy_tiers_are_loud_and_a_request_may_decline(tmp_path: Path) -> None:
         assert exact["meta_info"]["cache_report"]["reused"] > 0
 
 
+@pytest.mark.slow
+def test_a_slow_medium_is_as_slow_as_its_records_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans count the device's bytes: a record has a header beside them, or fewer, if lossy."""
+    monkeypatch.setattr(slower.SlowerTiers, "_medium_rate", lambda _self, _clock: 1e6)
+    (tmp_path / "remote").mkdir()
+    rates = []
+    for lossy in ("none", "int8"):
+        with Engine(**settings(tmp_path, lossy_tiers=lossy, page_size=64)) as engine:
+            state = engine.get_server_info()["internal_states"][0]
+            rates.append(state["cost_model"]["tiers"]["disk"]["bytes_per_s"])
+    assert 0.5e6 < rates[0] < 0.95e6
+    assert rates[1] > 1.5 * rates[0]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
