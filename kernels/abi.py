@@ -107,7 +107,18 @@ class BlockRowsParams(ctypes.Structure):
     """Blocks of all layers of a group, to rows or back."""
 
     _fields_ = fields(
-        "layers blocks rows out", "num_layers num_blocks block_stride layer_bytes", "to_blocks"
+        "layers blocks rows out", "num_layers num_blocks block_stride layer_bytes", "direction"
+    )
+
+
+class ReadRecordsParams(ctypes.Structure):
+    """Neighbouring records of a file, into blocks of all layers of a group."""
+
+    _fields_ = fields(
+        "layers blocks buffer heads out",
+        "num_layers num_records block_stride layer_bytes offset record_bytes head_bytes "
+        "buffer_bytes num_read",
+        "fd error",
     )
 
 
@@ -166,4 +177,5 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     LayerWeights,
     LayerPool,
     LayersParams,
+    ReadRecordsParams,
 )

@@ -15,6 +15,7 @@ This module does not know what a block means, or when it must be checked.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,19 +71,57 @@ class BlockRows:
         pools.
         """
         out = np.empty((len(blocks), len(self._layers)), dtype=np.uint64)
-        if not len(blocks):
-            return out
-        if int(blocks.min()) < 0 or int(blocks.max()) >= self._num_blocks:
-            raise IndexError(f"blocks {blocks} of a pool of {self._num_blocks}")
+        self._check(blocks)
         wanted = np.ascontiguousarray(blocks, dtype=np.int32)
         p = abi.BlockRowsParams()
         p.layers, p.blocks = self._layers.ctypes.data, wanted.ctypes.data
         p.rows, p.out = rows.ctypes.data, out.ctypes.data
         p.num_layers, p.num_blocks = len(self._layers), len(wanted)
         p.block_stride, p.layer_bytes = self._stride, self._layer_bytes
-        p.to_blocks = int(to_blocks)
+        p.direction = int(to_blocks)
         native.load_library().sw_block_rows(ctypes.addressof(p))
         return out
+
+    def read_records(
+        self,
+        blocks: NDArray[np.int32],
+        fd: int,
+        offset: int,
+        record_bytes: int,
+        buffer: NDArray[np.uint8],
+        heads: NDArray[np.uint8],
+    ) -> Digests:
+        """Read neighbouring records of a file, and copy their rows into blocks [n].
+
+        A record is a head, a row, and padding; those of the file begin at `offset`. `heads` [n,
+        head_bytes] uint8 takes the heads, `buffer` (at least a record) what is read at a time;
+        both are contiguous. [m, L] digests of what was copied: of the first m records, where the
+        file ends before the next one. IndexError for a block outside the pools, ValueError for a
+        row that does not fit its record, OSError as the system gave it.
+        """
+        self._check(blocks)
+        if heads.shape[1] + len(self._layers) * self._layer_bytes > record_bytes:
+            raise ValueError(f"records of {record_bytes} bytes hold no head and row")
+        if buffer.size < record_bytes:
+            raise ValueError(f"{buffer.size} bytes hold no record of {record_bytes}")
+        out = np.empty((len(blocks), len(self._layers)), dtype=np.uint64)
+        wanted = np.ascontiguousarray(blocks, dtype=np.int32)
+        p = abi.ReadRecordsParams()
+        p.layers, p.blocks = self._layers.ctypes.data, wanted.ctypes.data
+        p.buffer, p.heads, p.out = buffer.ctypes.data, heads.ctypes.data, out.ctypes.data
+        p.num_layers, p.num_records = len(self._layers), len(blocks)
+        p.block_stride, p.layer_bytes = self._stride, self._layer_bytes
+        p.offset, p.record_bytes, p.head_bytes = offset, record_bytes, heads.shape[1]
+        p.buffer_bytes, p.fd = buffer.size, fd
+        native.load_library().sw_read_records(ctypes.addressof(p))
+        if p.error:
+            raise OSError(p.error, os.strerror(p.error))
+        found: Digests = out[: p.num_read]
+        return found
+
+    def _check(self, blocks: NDArray[np.int32]) -> None:
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._num_blocks:
+            raise IndexError(f"blocks {blocks} of a pool of {self._num_blocks}")
 
 
 def _checked_blocks(kv: Tensor, blocks: Tensor) -> Tensor:

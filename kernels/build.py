@@ -42,6 +42,7 @@ _SHARED_SOURCES = (
     "coded",
     "library",
     "layers",
+    "records",
     "sparse_library",
     "isa_portable",
 )

@@ -24,6 +24,7 @@ LIBRARY_PATH = Path(__file__).resolve().parent / build.LIBRARY_NAME
 _OPERATIONS = (
     *("sw_attention", "sw_append", "sw_rms_norm", "sw_rope", "sw_gated_act"),
     *("sw_linear", "sw_pack_tiles", "sw_unpack_rows", "sw_digest", "sw_block_rows"),
+    "sw_read_records",
     *("sw_quantise", "sw_pack_codes", "sw_unpack_coded_rows", "sw_coded_bytes"),
     *("sw_sparse_attend", "sw_select", "sw_pool_windows"),
     *("sw_layers", "sw_layers_arena"),

@@ -70,6 +70,9 @@ class _NoBytes:
         """See `BlockIO`."""
         return self._digests(group, len(blocks))
 
+    def write_from_file(self, *_args: object) -> None:
+        """See `BlockIO`: there are no files."""
+
 
 def _shared_memory(size: int) -> Bytes:
     """`size` bytes that are one and the same byte."""

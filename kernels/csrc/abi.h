@@ -211,6 +211,12 @@ struct DigestParams {
   int64_t block_bytes;
 };
 
+enum BlockCopy : int32_t {
+  kToRows = 0,
+  kToBlocks = 1,
+  kToBlocksAndHandBack = 2,  // rows that a medium will be read into again, soon
+};
+
 // Blocks of all layers of a group, copied out to rows or back. A row holds a block's layers one
 // after the other.
 struct BlockRowsParams {
@@ -222,7 +228,28 @@ struct BlockRowsParams {
   int64_t num_blocks;
   int64_t block_stride;  // bytes, the same in all layers
   int64_t layer_bytes;   // of one block
-  int32_t to_blocks;     // 1: rows into blocks
+  int32_t direction;     // BlockCopy
+};
+
+// Neighbouring records of a file, read piece by piece and copied into blocks of all layers of a
+// group. A record is a head and a row (see `BlockRowsParams`), padded at its end.
+struct ReadRecordsParams {
+  uint8_t* const* layers;  // [num_layers] pools
+  const int32_t* blocks;   // [num_records]
+  uint8_t* buffer;         // of one piece; aligned as the file wants it
+  uint8_t* heads;          // [num_records, head_bytes] out
+  uint64_t* out;           // [num_records, num_layers] digests of what was copied
+  int64_t num_layers;
+  int64_t num_records;
+  int64_t block_stride;  // bytes, the same in all layers
+  int64_t layer_bytes;   // of one block
+  int64_t offset;        // in the file
+  int64_t record_bytes;
+  int64_t head_bytes;
+  int64_t buffer_bytes;  // at least record_bytes
+  int64_t num_read;      // out: records that are in their blocks
+  int32_t fd;
+  int32_t error;  // out: errno of the read that failed, or 0
 };
 
 enum Quantised : int32_t { kInt8 = 0, kE4M3 = 1 };

@@ -13,6 +13,7 @@
 #include "isa.h"
 #include "library.h"
 #include "pool.h"
+#include "records.h"
 #include "tiles.h"
 #include "work.h"
 
@@ -148,6 +149,7 @@ SW_EXPORT int64_t sw_struct_size(int32_t which) {
     case 10: return sizeof(sw::LayerWeights);
     case 11: return sizeof(sw::LayerPool);
     case 12: return sizeof(sw::LayersParams);
+    case 13: return sizeof(sw::ReadRecordsParams);
     default: return 0;
   }
 }
@@ -249,6 +251,10 @@ static const sw::Kernels& kernels_unlocked() {
 SW_EXPORT int32_t sw_block_rows(sw::BlockRowsParams* p) {
   kernels_unlocked().block_rows(*p);
   return sw::kOk;
+}
+
+SW_EXPORT int32_t sw_read_records(sw::ReadRecordsParams* p) {
+  return sw::read_records(*p, kernels_unlocked());
 }
 
 SW_EXPORT int32_t sw_quantise(sw::QuantiseParams* p) { return kernels_unlocked().quantise(*p); }

@@ -172,7 +172,7 @@ class Slabs:
     One read fills one buffer, so what is kept is small, and warm in the processor's cache.
     """
 
-    def __init__(self, size_bytes: int, num_kept: int = 4) -> None:
+    def __init__(self, size_bytes: int, num_kept: int = 8) -> None:
         self._size = size_bytes
         self._num_kept = num_kept
         self._lock = threading.Lock()

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
+from statewise.runtime.tiers.blocks import BlockIO, Digests
 from statewise.runtime.tiers.buffers import Row
 from statewise.runtime.tiers.checksums import differing_layers
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord, content_of
@@ -35,24 +35,9 @@ from statewise.runtime.tiers.store import (
 )
 from statewise.runtime.tiers.transfer import PageResult, Step
 
-Digests = NDArray[np.uint64]
-
-
 LANDED = PageResult(Outcome.OK)
 NOT_LANDED = PageResult(Outcome.FAILED, reason="never confirmed")
 COMMIT_STEPS = 4  # steps that one commit to a disk takes: waiting for the medium costs the same
-
-
-class BlockIO(Protocol):
-    """Bytes of device blocks. Called from I/O threads, for blocks that are leased."""
-
-    def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
-        """Copy blocks into rows; [n, num_layers] digests of the blocks."""
-        ...
-
-    def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
-        """Copy rows into blocks; [n, num_layers] digests of what went into them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +224,10 @@ class Copier:
     ) -> None:
         """Load what can be loaded without looking at each page; `results` tells which are."""
         group = pages[0].group
-        wanted = [(page.handle, page.key) for page in pages]
-        for run in store.plain_runs(self.shapes[group].name, wanted):
-            blocks = [pages[i].block for i in run.indices]
-            try:
-                landed = self._blocks.write(group, blocks, run.rows)
-                good = run.confirm(landed)
-            finally:
-                run.release()
+        name = self.shapes[group].name
+        handles, keys = [page.handle for page in pages], [page.key for page in pages]
+        for run in store.plain_runs(name, handles, keys):
+            good = run.load(self._blocks, group, [pages[i].block for i in run.indices])
             for i, is_good in zip(run.indices, good, strict=True):
                 if is_good:
                     results[i] = LANDED

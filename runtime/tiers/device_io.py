@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from statewise.kernels import native
 from statewise.kernels.blocks import BlockRows
 from statewise.runtime.memory.block_store import DeviceStore
+from statewise.runtime.tiers.blocks import Digests, FileRun
 from statewise.runtime.tiers.buffers import Bytes, Row, stacked
-
-Digests = NDArray[np.uint64]
 
 
 def layer_bytes_of(store: DeviceStore) -> list[int]:
@@ -81,6 +80,17 @@ class DeviceIO:
                     data = torch.from_numpy(source.rows[:, layer]).to(flat.device)
                     flat.index_copy_(0, part.to(flat.device), data)
         return self._store.digests(group, wanted)
+
+    def write_from_file(
+        self, group: int, blocks: Sequence[int], run: FileRun, buffer: Bytes, heads: Bytes
+    ) -> Digests | None:
+        """See `BlockIO`."""
+        copier = self._native[group]
+        if copier is None:
+            return None
+        assert len(set(blocks)) == len(blocks), "a block is the target of two pages"
+        wanted = np.array(blocks, dtype=np.int32)
+        return copier.read_records(wanted, run.fd, run.offset, run.record_bytes, buffer, heads)
 
     def _views(self, group: int, rows: Sequence[Row]) -> list[_Rows]:
         """Rows as arrays [n, num_layers, layer_bytes]: one where they are neighbours."""

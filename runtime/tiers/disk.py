@@ -371,22 +371,22 @@ class DiskTier:
                 self._counters.add("bytes_read", num_bytes)
         return results
 
-    def plain_runs(self, group: str, wanted: Sequence[tuple[int, bytes]]) -> Iterator[PlainRun]:
+    def plain_runs(
+        self, group: str, handles: Sequence[int], keys: Sequence[bytes]
+    ) -> Iterator[PlainRun]:
         """See `PlainStore`."""
         if self._opened is None or self._health.state == OFFLINE or self.bodies.secret:
             return
-        places = self._places([handle for handle, _ in wanted])
-        places = [
-            place
-            for place in places
-            if place.at.group == group and place.at.key == wanted[place.index][1]
-        ]
-        for run in plain_runs(self._extents, self._buffers.slabs, places):
+        shape = self._shapes.get(group)
+        if shape is None:
+            return
+        rows = self._catalog.rows_of(handles)
+        for run in plain_runs(shape, rows, keys, (self._extents, self._buffers.slabs)):
             yield run
-            if run.num_confirmed:
+            if run.num_loaded:
                 self._health.read_ok()
-                self._counters.add("pages_read", run.num_confirmed)
-                self._counters.add("bytes_read", run.num_confirmed * run.rows[0].size)
+                self._counters.add("pages_read", run.num_loaded)
+                self._counters.add("bytes_read", run.num_loaded * run.shape.block_bytes)
 
     def _places(self, handles: Sequence[int]) -> list[Place]:
         shapes = self._shapes

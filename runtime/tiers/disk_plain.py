@@ -1,10 +1,11 @@
 """Plain pages on their way into blocks: read in runs, copied, and only then verified.
 
 Whatever a thread does for each page holds the interpreter's lock, and after every read it comes out
-of cold caches. So a run is copied as soon as it is read, into blocks that nobody reads before their
-pages were confirmed, and what is compared is compared afterwards, as bytes. A page is confirmed if
-its header is the one that the index names (`PlainHeaders`), and the digests in it are those of what
-went into the block.
+of cold caches. So a run is read and copied by one native call (`write_from_file`), into blocks that
+nobody reads before their pages were confirmed, and what is compared is compared afterwards, as
+bytes. A page is confirmed if its header is the one that the index names (`PlainHeaders`), and the
+digests in it are those of what went into the block. Where a device takes rows from memory alone, or
+reads are not the system's own, a run is read as a whole, then copied: the same, slower.
 
 A page that is not confirmed, for whatever reason, takes the long way (`DiskTier.fetch`): read again
 by itself, looked at field by field, counted and dropped if it is damaged. So do pages of a cache
@@ -17,16 +18,18 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from statewise.runtime.tiers.buffers import Row, Slab, Slabs
+from statewise.runtime.tiers.blocks import BlockIO, Digests, FileRun
+from statewise.runtime.tiers.buffers import Bytes, Slabs
 from statewise.runtime.tiers.disk_index import IndexRow
-from statewise.runtime.tiers.disk_read import Place, runs_of
-from statewise.runtime.tiers.extents import Extents
+from statewise.runtime.tiers.disk_read import MAX_RUN_BYTES
+from statewise.runtime.tiers.extents import Extent, Extents
 from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.record import PlainHeaders
 
-Digests = NDArray[np.uint64]
+Files = tuple[Extents, Slabs]  # what is read, and memory to read into
+
+READ_BYTES = 1 << 20  # at a time: small pieces stay in the cache that processors share
 
 
 @functools.lru_cache(maxsize=64)
@@ -37,89 +40,112 @@ def plain_headers(shape: GroupShape) -> PlainHeaders:
 
 
 class PlainRun:
-    """Neighbouring pages of one group in one buffer; `indices` are those of the caller's order.
+    """Neighbouring pages of one group; `indices` are those of the caller's order."""
 
-    `rows` are their payloads, not verified. They are the caller's until `release`.
-    """
+    def __init__(
+        self, shape: GroupShape, indices: list[int], rows: Sequence[IndexRow], files: Files
+    ) -> None:
+        self.indices = indices
+        self.shape = shape
+        self.num_loaded = 0
+        self._rows = rows
+        self._extents, self._slabs = files
+        self._plain = plain_headers(shape)
 
-    def __init__(self, places: Sequence[Place], container: bytes, slab: Slab) -> None:
-        shape = places[0].shape
-        plain = plain_headers(shape)
-        self.indices = [place.index for place in places]
-        self.num_confirmed = 0
-        self._slab = slab
-        self._plain = plain
-        self._num_layers = shape.num_layers
-        self._expected = [
-            plain.expected(
+    def load(self, io: BlockIO, group: int, blocks: Sequence[int]) -> list[bool]:
+        """See `StoredRun`."""
+        count = len(self._rows)
+        heads = np.empty((count, self._plain.header_bytes), dtype=np.uint8)
+        try:
+            extent = self._extents.lease(self._rows[0].extent)
+        except OSError:
+            return [False] * count
+        try:
+            landed = self._read(io, group, blocks, extent, heads)
+        except OSError:
+            return [False] * count
+        finally:
+            self._extents.release(extent)
+        good = self._confirm(extent.container, heads, landed)
+        self.num_loaded = sum(good)
+        return good + [False] * (count - len(good))
+
+    def _read(
+        self, io: BlockIO, group: int, blocks: Sequence[int], extent: Extent, heads: Bytes
+    ) -> Digests:
+        """Digests of what went into the first blocks: those whose records are there."""
+        offset, size = self._rows[0].offset, self._plain.record_bytes
+        if not self._extents.has_own_reads:
+            slab = self._slabs.take(size)
+            run = FileRun(extent.fd, offset, self._plain.header_bytes, size)
+            try:
+                buffer = slab.memory[: max(READ_BYTES, size)]
+                landed = io.write_from_file(group, blocks, run, buffer, heads)
+            finally:
+                self._slabs.discard(slab)
+            if landed is not None:
+                return landed
+        return self._read_whole(io, group, blocks, extent, heads)
+
+    def _read_whole(
+        self, io: BlockIO, group: int, blocks: Sequence[int], extent: Extent, heads: Bytes
+    ) -> Digests:
+        """`_read`, by way of memory."""
+        head, size, num = self._plain.header_bytes, self._plain.record_bytes, len(blocks)
+        slab = self._slabs.take(num * size)
+        rows = slab.even_rows(num, head, size, self.shape.block_bytes, self.shape.name)
+        try:
+            memory = slab.memory[: num * size]
+            count = self._extents.read(extent, [memory], self._rows[0].offset) // size
+            if not count:
+                return np.empty((0, self.shape.num_layers), dtype=np.uint64)
+            heads[:count] = memory.reshape(num, size)[:count, :head]
+            return io.write(group, blocks[:count], rows[:count])
+        finally:
+            slab.give_back(num)
+
+    def _confirm(self, container: bytes, heads: Bytes, landed: Digests) -> list[bool]:
+        """Whether each page is the one that the index names, and went into its block as stored.
+
+        `landed` [m, num_layers]: the digests of what the first m blocks got.
+        """
+        plain = self._plain
+        stored = heads[: len(landed), plain.digests_at :].view("<u8")[:, : landed.shape[1]]
+        good: list[bool] = (stored == landed).all(axis=1).tolist()
+        start, end, view = 0, plain.header_bytes, heads.reshape(-1).data
+        for i, at in enumerate(self._rows[: len(good)]):
+            expected = plain.expected(
                 at.header_sum, at.key, (at.content, at.dependency), (container, at.offset)
             )
-            for at in (place.at for place in places)
-        ]
-        head, size = plain.header_bytes, plain.record_bytes
-        payload = (shape.block_bytes, shape.name)
-        self.rows: list[Row] = slab.even_rows(len(places), head, size, *payload)
-
-    def confirm(self, landed: Digests) -> list[bool]:
-        """Whether each page is what the index names, and went into its block as it was stored.
-
-        `landed` [n, num_layers]: the digests of what the rows were copied into blocks as.
-        """
-        plain, memory = self._plain, self._slab.memory
-        shape = (len(self.rows), self._num_layers)
-        strides = (plain.record_bytes, 8)
-        stored: Digests = np.ndarray(shape, "<u8", memory, plain.digests_at, strides)
-        good: list[bool] = (stored == landed).all(axis=1).tolist()
-        start, end, view = 0, plain.header_bytes, memory.data
-        for i, expected in enumerate(self._expected):
             good[i] = good[i] and plain.is_header(view[start:end], expected)
-            start += plain.record_bytes
-            end += plain.record_bytes
-        self.num_confirmed = sum(good)
+            start += plain.header_bytes
+            end += plain.header_bytes
         return good
 
-    def release(self) -> None:
-        """The rows are no longer read."""
-        self._slab.give_back(len(self.rows))
 
+def plain_runs(
+    shape: GroupShape, rows: Sequence[IndexRow | None], keys: Sequence[bytes], files: Files
+) -> Iterator[PlainRun]:
+    """Plain pages of one group, run by run; pages that are not plain are in none of them.
 
-def plain_runs(extents: Extents, slabs: Slabs, places: Sequence[Place]) -> Iterator[PlainRun]:
-    """Read plain pages of one group, run by run; each is released by the caller.
-
-    Pages that are not plain, or could not be read, are in none of them. Raises nothing.
+    Whoever asks for page i believes that its row is `rows[i]` and its key `keys[i]`.
     """
-    if not places:
-        return
-    plain = plain_headers(places[0].shape)
-    sizes = (plain.record_bytes, plain.header_bytes)
-    for neighbours in runs_of([place for place in places if _is_plain(place.at, sizes)]):
-        run = _read(extents, slabs, neighbours)
-        if run is not None:
-            yield run
-
-
-def _is_plain(at: IndexRow, sizes: tuple[int, int]) -> bool:
-    """`sizes`: of record and header."""
-    return not at.codec and not at.sealing and (at.record_bytes, at.header_bytes) == sizes
-
-
-def _read(extents: Extents, slabs: Slabs, places: Sequence[Place]) -> PlainRun | None:
-    """A run, read as a whole; None where it could not be."""
-    at = places[0].at
-    size = len(places) * at.record_bytes
-    try:
-        extent = extents.lease(at.extent)
-    except OSError:
-        return None
-    slab = slabs.take(size)
-    run = PlainRun(places, extent.container, slab)
-    try:
-        is_whole = extents.read(extent, [slab.memory[:size]], at.offset) >= size
-    except OSError:
-        is_whole = False
-    finally:
-        extents.release(extent)
-    if not is_whole:
-        run.release()
-        return None
-    return run
+    plain = plain_headers(shape)
+    size = plain.record_bytes
+    kind = (shape.name, 0, 0, size, plain.header_bytes)
+    places = sorted(
+        (at.extent, at.offset, i, at)
+        for i, at in enumerate(rows)
+        if at is not None
+        and at.key == keys[i]
+        and (at.group, at.codec, at.sealing, at.record_bytes, at.header_bytes) == kind
+    )
+    most = max(MAX_RUN_BYTES // size, 1)
+    start = 0
+    for end in range(1, len(places) + 1):
+        extent, offset = places[end - 1][:2]
+        is_full = end - start == most
+        if is_full or end == len(places) or places[end][:2] != (extent, offset + size):
+            indices = [place[2] for place in places[start:end]]
+            yield PlainRun(shape, indices, [place[3] for place in places[start:end]], files)
+            start = end

@@ -239,6 +239,11 @@ class Extents:
         """Fill buffers from a leased extent; returns how many bytes there were."""
         return self._files.read(extent.fd, buffers, offset)
 
+    @property
+    def has_own_reads(self) -> bool:
+        """Whether only `read` may read: an extent's descriptor is not enough."""
+        return self._files.has_own_reads
+
     def remove(self, extent: Extent) -> None:
         """Delete a file; who reads it at the moment may go on."""
         with self._lock:

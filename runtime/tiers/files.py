@@ -26,7 +26,17 @@ MAX_SEGMENTS = 1024  # buffers of one vectored call (IOV_MAX)
 
 
 class Files:
-    """The real file system. `direct`: ask for direct I/O."""
+    """The real file system. `direct`: ask for direct I/O.
+
+    `has_own_reads`: reads are more than the system's, so that everybody must go through `read`. A
+    class that has a `read` of its own has that by itself.
+    """
+
+    has_own_reads = False
+
+    def __init_subclass__(cls) -> None:
+        """Notice that reads are not the system's."""
+        cls.has_own_reads = cls.has_own_reads or "read" in cls.__dict__
 
     def __init__(self, direct: bool = True) -> None:
         self.direct = direct and hasattr(os, "O_DIRECT")

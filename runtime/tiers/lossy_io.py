@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from statewise.kernels import native
 from statewise.kernels.blocks import BlockRows
@@ -25,12 +24,12 @@ from statewise.radix.lossy import lossy_layout
 from statewise.radix.schema import CacheSchema
 from statewise.radix.validation import GroupEnv, dequantiser
 from statewise.runtime.memory.block_store import DeviceStore
-from statewise.runtime.tiers.buffers import Arena, Row
+from statewise.runtime.tiers.blocks import Digests, FileRun
+from statewise.runtime.tiers.buffers import Arena, Bytes, Row
 from statewise.runtime.tiers.checksums import layer_digests
 from statewise.runtime.tiers.device_io import DeviceIO, layer_bytes_of
 from statewise.runtime.tiers.quantise import Quantiser, is_available
 
-Digests = NDArray[np.uint64]
 SCRATCH_BLOCKS = 8  # of each group and I/O thread
 
 
@@ -83,6 +82,14 @@ class LossyIO:
                 quantiser.dequantise(row.data, whole.data)
             found.append(self._device.write(group, blocks[first : first + len(scratch)], scratch))
         return np.concatenate(found)
+
+    def write_from_file(
+        self, group: int, blocks: Sequence[int], run: FileRun, buffer: Bytes, heads: Bytes
+    ) -> Digests | None:
+        """See `BlockIO`; what is read for a lossy copy is decoded in memory first."""
+        if self._quantisers[group] is not None:
+            return None
+        return self._device.write_from_file(group, blocks, run, buffer, heads)
 
     def landing(self, group: int, rows: Sequence[Row], digests: Digests) -> Digests:
         """[n, num_layers] digests that blocks will have after `write` of these rows.

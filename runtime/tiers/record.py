@@ -306,20 +306,17 @@ class PlainHeaders:
 
     def is_header(self, head: memoryview, expected: tuple[bytes, ...]) -> bool:
         """Whether `head` [header_bytes] is the header that was indexed, and says what it must."""
-        data = bytes(head)
-        start, *others = expected
-        if data[: len(start)] != start or start[8:16] != _U64.pack(
-            xxhash.xxh3_64_intdigest(head[_SUM_FROM:])
-        ):
-            return False
-        key, name_bytes, contents, where, ends, texts = others
+        data = bytes(head[: self.digests_at])
+        start, key, name_bytes, contents, where, ends, texts = expected
         return (
-            data[_KEY] == key
+            data[: len(start)] == start
+            and start[8:16] == _U64.pack(xxhash.xxh3_64_intdigest(head[_SUM_FROM:]))
+            and data[_KEY] == key
             and data[_NAME_BYTES] == name_bytes
             and data[_CONTENTS] == contents
             and data[_PLACE] == where
             and data[_ENDS_AT:_UNUSED_AT] == ends
-            and data[FIXED_BYTES : self.digests_at] == texts
+            and data[FIXED_BYTES:] == texts
         )
 
 

@@ -23,11 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from statewise.radix.segment import Tier
 from statewise.runtime.errors import OperatingError
+from statewise.runtime.tiers.blocks import BlockIO
 from statewise.runtime.tiers.buffers import Row
 from statewise.runtime.tiers.page import GroupShape, PageAddress, PageRecord
 
@@ -185,24 +183,18 @@ class TierStore(Protocol):
 
 
 class StoredRun(Protocol):
-    """Pages that were read together and are not verified. `indices`: in the caller's order."""
+    """Pages that are read together, and believed only where they arrived."""
 
     @property
     def indices(self) -> list[int]:
-        """Which of the pages asked for these are."""
+        """Which of the pages asked for these are, in the caller's order."""
         ...
 
-    @property
-    def rows(self) -> list[Row]:
-        """Their payloads."""
-        ...
+    def load(self, io: BlockIO, group: int, blocks: Sequence[int]) -> list[bool]:
+        """Copy them into private blocks; whether each is the page asked for, as it was stored.
 
-    def confirm(self, landed: NDArray[np.uint64]) -> list[bool]:
-        """Whether each is the page asked for, and has these digests [n, num_layers]."""
-        ...
-
-    def release(self) -> None:
-        """The rows are no longer read."""
+        A block whose page is not holds anything. Raises nothing that a medium does.
+        """
         ...
 
 
@@ -210,11 +202,13 @@ class StoredRun(Protocol):
 class PlainStore(TierStore, Protocol):
     """A store that gives payloads before it has verified what they are."""
 
-    def plain_runs(self, group: str, wanted: Sequence[tuple[int, bytes]]) -> Iterator[StoredRun]:
-        """Payloads of a group's pages, (handle, key) each, as soon as they are read.
+    def plain_runs(
+        self, group: str, handles: Sequence[int], keys: Sequence[bytes]
+    ) -> Iterator[StoredRun]:
+        """Runs of a group's pages, by handle and key, to be loaded one after the other.
 
-        To be copied into private memory, confirmed, and released before the next. What is in none
-        of the runs, or is not confirmed, must be fetched: that says what is wrong. For I/O threads.
+        What is in none of the runs, or was not found good, must be fetched: that says what is
+        wrong. For I/O threads.
         """
         ...
 

@@ -25,10 +25,10 @@ from statewise.radix.key import Namespace
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.events import EventLog
+from statewise.runtime.tiers.blocks import BlockIO
 from statewise.runtime.tiers.body import Bodies, Keys, read_key_file
 from statewise.runtime.tiers.buffers import Bytes
 from statewise.runtime.tiers.copies import (
-    BlockIO,
     Copier,
     DevicePage,
     Landing,

@@ -149,7 +149,9 @@ class EngineOptions:
     that demotions and loads may take, `loads_beside_rows` how many steps of loads run at a time.
     """
 
-    num_threads: int = 3  # for loads; 0: steps run in `run_one` and `wait`
+    num_threads: int = (
+        8  # for loads, which mostly wait for a medium; 0: steps run in `run_one` and `wait`
+    )
     max_queued_bytes: int = 256 << 20  # of demotions
     demote_bytes_per_s: float = 0.0  # 0: unbounded
     step_bytes: int = 4 << 20
@@ -438,8 +440,8 @@ class TransferEngine:
             f"{transfer.kind}: {len(results)} of {step.count} results"
         )
         transfer.results[step.first : step.first + step.count] = results
-        for outcome, count in Counter(result.outcome for result in results).items():
-            self.counters.add(f"{transfer.kind}_{outcome.value}", count)
+        for word, count in Counter(result.outcome.value for result in results).items():
+            self.counters.add(f"{transfer.kind}_{word}", count)
 
     def _finish(self, transfer: Transfer) -> None:
         transfer.finished_s = self._clock.monotonic()

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +73,91 @@ def test_blocks_go_to_rows_and_back_with_their_digests(
     for bad in (-1, 20):
         with pytest.raises(IndexError):
             copier.copy(np.array([0, bad], np.int32), places, to_blocks=True)
+
+
+class Records:
+    """A file of records: a head of 512 bytes, a row, padding up to `size`."""
+
+    head = 512
+
+    def __init__(self, path: Path, layers: list[torch.Tensor], count: int) -> None:
+        self.row = sum(layer[0].nbytes for layer in layers)
+        self.size = self.head + self.row + 9
+        data = torch.randint(0, 256, (count, self.size), dtype=torch.uint8).numpy()
+        path.write_bytes(bytes(100) + data.tobytes())
+        self.data = data
+        self.heads = np.zeros((count, self.head), dtype=np.uint8)
+
+    def read(self, fd: int, blocks: Sequence[int], per_read: int, copier: BlockRows) -> Any:
+        buffer = np.zeros(per_read * self.size + 1, dtype=np.uint8)
+        wanted = np.array(blocks, dtype=np.int32)
+        return copier.read_records(wanted, fd, 100, self.size, buffer, self.heads)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    fd = os.open(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@needs_native
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("per_read", [1, 2, 5, 9])
+def test_records_of_a_file_land_in_blocks(
+    tmp_path: Path, per_read: int, instruction_set: str
+) -> None:
+    layers = [random_pool((8, 3, 16, 5), torch.bfloat16, seed) for seed in range(3)]
+    old = [layer.clone() for layer in layers]
+    records = Records(tmp_path / "file", layers, 5)
+    blocks = [6, 0, 3, 7, 1]
+    with opened(tmp_path / "file") as fd, native_setting(instruction_set, num_threads=2):
+        out = records.read(fd, blocks, per_read, BlockRows(layers))
+    assert (records.heads == records.data[:, : records.head]).all()
+    size = layers[0][0].nbytes
+    for number, layer in enumerate(layers):
+        begin = records.head + number * size
+        found = layer[blocks].view(torch.uint8).reshape(5, size).numpy()
+        assert (found == records.data[:, begin : begin + size]).all()
+        assert torch.equal(
+            layer[[2, 4, 5]].view(torch.uint8), old[number][[2, 4, 5]].view(torch.uint8)
+        )
+        assert out[:, number].tolist() == block_digests(layer, ints(*blocks)).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_a_file_that_ends_gives_the_records_before_its_end(tmp_path: Path, left: int) -> None:
+    layers = [random_pool((5, 64), torch.uint8)]
+    records = Records(tmp_path / "file", layers, 5)
+    os.truncate(tmp_path / "file", 100 + left * records.size + 520)
+    before = layers[0].clone()
+    with opened(tmp_path / "file") as fd:
+        out = records.read(fd, range(5), 2, BlockRows(layers))
+    assert len(out) == left
+    assert torch.equal(layers[0][left:], before[left:]), "what is not whole goes nowhere"
+
+
+@needs_native
+def test_records_that_cannot_be_read_say_why(tmp_path: Path) -> None:
+    layers = [random_pool((5, 16), torch.float32)]
+    records, copier = Records(tmp_path / "file", layers, 5), BlockRows(layers)
+    with (
+        opened(tmp_path / "file", os.O_WRONLY) as fd,
+        pytest.raises(OSError, match=os.strerror(errno.EBADF)),
+    ):
+        records.read(fd, range(5), 2, copier)
+    with opened(tmp_path / "file") as fd:
+        for bad in (-1, 5):
+            with pytest.raises(IndexError):
+                records.read(fd, [0, bad], 2, copier)
+        with pytest.raises(ValueError, match="hold no record"):
+            records.read(fd, range(5), 0, copier)
+        records.size = records.head + records.row - 1
+        with pytest.raises(ValueError, match="no head and row"):
+            records.read(fd, range(5), 2, copier)
 
 
 def test_digests_are_a_stored_format() -> None:

@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xxhash
+from numpy.typing import NDArray
 
-from statewise.runtime.tiers.buffers import Slabs
+from statewise.kernels.blocks import BlockRows
+from statewise.runtime.tiers.blocks import FileRun
+from statewise.runtime.tiers.buffers import Bytes, Slabs
 from statewise.runtime.tiers.copies import Copier, LoadPage
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.disk_plain import plain_headers
@@ -27,6 +31,7 @@ from statewise.runtime.tiers.record import (
 )
 from statewise.runtime.tiers.store import Outcome
 from support.memory_files import quick_folder
+from support.native_kernels import needs_native
 from support.tier_blocks import ArrayBlocks
 from support.tier_pages import (
     FULL,
@@ -156,14 +161,48 @@ def test_a_header_of_another_place_key_or_content_is_not_believed(known: dict[st
 # ------------------------------------------------------------------ over files
 
 
+class NativeBlocks(ArrayBlocks):
+    """Takes rows straight from files, by the native library, as pools in memory do."""
+
+    num_reads = 0
+
+    def write_from_file(
+        self, group: int, blocks: Sequence[int], run: FileRun, buffer: Bytes, heads: Bytes
+    ) -> NDArray[np.uint64]:
+        self.num_reads += 1
+        shape, pool = self.shapes[group], self.pools[group]
+        size = (len(pool), shape.layer_bytes)
+        layers = [torch.full(size, 0xEE, dtype=torch.uint8) for _ in range(shape.num_layers)]
+        wanted = np.array(blocks, dtype=np.int32)
+        digests = BlockRows(layers).read_records(
+            wanted, run.fd, run.offset, run.record_bytes, buffer, heads
+        )
+        landed = list(blocks)[: len(digests)]
+        pool[landed] = torch.cat(layers, dim=1).numpy()[landed]
+        if not landed:
+            return digests
+        assert (digests == self._digests(group, landed)).all()
+        self.after_write(group, landed)
+        return self._digests(group, landed)
+
+
+BLOCKS = [ArrayBlocks, pytest.param(NativeBlocks, marks=needs_native)]
+
+
 class Loads:
     """Pages of FULL on disk, and blocks to load them into."""
 
-    def __init__(self, directory: Path, count: int = 4, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        count: int = 4,
+        files: Files | None = None,
+        kind: type[ArrayBlocks] = ArrayBlocks,
+    ) -> None:
         self.disk: DiskTier = open_disk(directory, files=files)
         self.where = addresses(count)
         self.handles = store_pages(self.disk, self.where)
-        self.blocks = ArrayBlocks(SHAPES, count)
+        self.blocks = kind(SHAPES, count)
         self.copier = Copier(SHAPES, self.blocks, ManualClock())
         self.rows = self.disk._catalog.rows_of(self.handles)
         (self.path,) = (directory / "extents").glob("*.swx")
@@ -196,9 +235,11 @@ class Loads:
         (self.handles[page],) = self.disk._catalog.add([row])
 
 
-def flips(folder: Path, offsets: Sequence[int], others: Sequence[int]) -> None:
+def flips(
+    folder: Path, offsets: Sequence[int], others: Sequence[int], kind: type[ArrayBlocks]
+) -> None:
     """Flip bits of page 1, one after the other, and load it together with `others`."""
-    loads = Loads(folder / "c")
+    loads = Loads(folder / "c", kind=kind)
     for at in offsets:
         loads.flip(1, at)
         good = at >= 4096 + FULL.block_bytes  # the padding of the body is not part of a page
@@ -210,23 +251,28 @@ def flips(folder: Path, offsets: Sequence[int], others: Sequence[int]) -> None:
     loads.disk.close()
 
 
-def test_bits_of_a_record_matter(folder: Path) -> None:
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_bits_of_a_record_matter(folder: Path, kind: type[ArrayBlocks]) -> None:
     """F21: what is damaged on the medium costs its own page only, and is never handed over."""
-    flips(folder, [*range(0, 320, 7), *range(320, 8192, 331)], [0, 2, 3])
+    flips(folder, [*range(0, 320, 7), *range(320, 8192, 331)], [0, 2, 3], kind)
 
 
 @pytest.mark.slow
-def test_every_byte_of_a_header_matters(folder: Path) -> None:
-    flips(folder, range(4096), [])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_byte_of_a_header_matters(folder: Path, kind: type[ArrayBlocks]) -> None:
+    flips(folder, range(4096), [], kind)
 
 
-def test_pages_are_read_together_and_counted(folder: Path) -> None:
-    loads = Loads(folder / "c", 8)
-    wanted = list(zip(loads.handles, (a.key for a in loads.where), strict=True))
-    (run,) = loads.disk.plain_runs("full", wanted)
-    run.release()
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_pages_are_read_together_and_counted(folder: Path, kind: type[ArrayBlocks]) -> None:
+    loads = Loads(folder / "c", 8, kind=kind)
+    keys = [address.key for address in loads.where]
+    (run,) = loads.disk.plain_runs("full", loads.handles, keys)
     assert run.indices == list(range(8))
-    assert loads.load(range(8)) == [Outcome.OK] * 8
+    shuffled = [3, 0, 7, 1, 2, 6, 5, 4]
+    assert loads.load(shuffled) == [Outcome.OK] * 8
+    if isinstance(loads.blocks, NativeBlocks):
+        assert loads.blocks.num_reads == 1
     counters = loads.disk.status().counters
     assert counters["pages_read"] == 8
     assert counters["bytes_read"] == 8 * FULL.block_bytes
@@ -262,13 +308,18 @@ def test_an_index_that_errs_is_not_followed(folder: Path, change: dict[str, int]
     loads.disk.close()
 
 
-def test_what_an_earlier_read_left_in_a_buffer_is_not_taken_for_read(folder: Path) -> None:
-    loads = Loads(folder / "c")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_an_earlier_read_left_in_a_buffer_is_not_taken_for_read(
+    folder: Path, kind: type[ArrayBlocks]
+) -> None:
+    loads = Loads(folder / "c", kind=kind)
     assert loads.load([0, 1, 2, 3]) == [Outcome.OK] * 4
     row = loads.rows[2]
     assert row is not None
     Files().truncate(loads.path, row.offset)
     assert loads.load([0, 1, 2, 3]) == [Outcome.OK] * 2 + [Outcome.CORRUPT] * 2
+    loads.know_again(2)
+    assert loads.load([2]) == [Outcome.CORRUPT]
     loads.disk.close()
 
 
@@ -286,7 +337,9 @@ class Moody(Files):
 
 def test_a_read_that_failed_once_is_tried_the_long_way(folder: Path) -> None:
     files = Moody()
-    loads = Loads(folder / "c", files=files)
+    assert files.has_own_reads
+    assert not Files().has_own_reads
+    loads = Loads(folder / "c", files=files, kind=NativeBlocks)
     files.failures = 1
     assert loads.load([0, 1, 2, 3]) == [Outcome.OK] * 4
     files.failures = 2
@@ -295,9 +348,12 @@ def test_a_read_that_failed_once_is_tried_the_long_way(folder: Path) -> None:
     loads.disk.close()
 
 
-def test_damage_on_the_way_costs_a_second_read_and_no_page(folder: Path) -> None:
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_damage_on_the_way_costs_a_second_read_and_no_page(
+    folder: Path, kind: type[ArrayBlocks]
+) -> None:
     """F22: a bit that flips between medium and block, once."""
-    loads = Loads(folder / "c")
+    loads = Loads(folder / "c", kind=kind)
     struck = []
 
     def strike(group: int, blocks: Sequence[int]) -> None:
@@ -317,11 +373,8 @@ def test_encoded_pages_take_the_long_way(folder: Path) -> None:
     handles = store_pages(disk, where)
     rows = disk._catalog.rows_of(handles)
     num_plain = sum(row is not None and not row.codec for row in rows)
-    wanted = list(zip(handles, (a.key for a in where), strict=True))
-    found = list(disk.plain_runs("full", wanted))
+    found = list(disk.plain_runs("full", handles, [address.key for address in where]))
     assert sum(len(run.indices) for run in found) == num_plain
-    for run in found:
-        run.release()
     disk.close()
 
 
