@@ -137,6 +137,7 @@ class Bench:
     def __init__(self, model: str, directory: Path, lengths: list[int]) -> None:
         self.medium, self.chooser = Medium(), Chooser()
         Files.read = lambda *args: self.medium.read(*args)  # type: ignore[method-assign]
+        Files.has_own_reads = True
         tiering.plan = self.chooser  # type: ignore[attr-defined]
         tiering.MIN_PATIENCE_S = float("inf")  # loads that computing would beat end as well
         self.settings = {

@@ -4,7 +4,7 @@
     python tools/mutants.py --only stale,f17    those whose name contains one of these
     python tools/mutants.py --jobs 2 --json FILE
 
-A mutant is an exact replacement in one source file (tools/planted.py), applied to a temporary
+A mutant is an exact replacement in one source file (tools/planted*.py), applied to a temporary
 copy of the tree; its targeted tests must then fail. A test that errs while it is collected, or that
 runs out of time, proves nothing and counts as *broken*, as does a mutant whose text is no longer
 there. First the same tests
@@ -33,9 +33,13 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "tools") not in sys.path:  # `python -P` leaves a script's own folder out
     sys.path.insert(0, str(ROOT / "tools"))
 
-from planted import MUTANTS, Mutant  # noqa: E402
+from mutant import Mutant  # noqa: E402
+from planted_tiers import TIER_MUTANTS  # noqa: E402
+
+from planted import MUTANTS  # noqa: E402
 
 COPIED = ("radix", "runtime", "kernels", "frontend", "src", "tests", "tools", "pyproject.toml")
+ALL = (*MUTANTS, *TIER_MUTANTS)
 TIMEOUT_S = 180
 PASSED, FAILED = 0, 1  # of pytest
 TIMED_OUT = -1
@@ -138,7 +142,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    wanted = [m for m in MUTANTS if any(part in m.name for part in args.only.split(","))]
+    wanted = [m for m in ALL if any(part in m.name for part in args.only.split(","))]
     started = time.monotonic()
     verdicts = run_all(wanted, args.jobs)
     seconds = time.monotonic() - started

@@ -2,11 +2,12 @@
 
 A mutant is here because a system of this kind really had such a bug, or because a guard has no
 other proof of being needed. `tools/mutants.py` runs them; a unit test sees that each still applies.
+Those of slower tiers are in `planted_tiers`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mutant import Mutant
 
 CACHE = "tests/test_faults_cache.py"
 SNAPSHOTS = "tests/test_faults_snapshots.py"
@@ -15,119 +16,23 @@ POOL = "tests/unit/memory/test_block_pool.py"
 KEY = "tests/unit/radix/test_key.py"
 POLICY = "tests/unit/radix/test_policy.py"
 DEMOTED = "tests/unit/cache/test_demotion.py"
-PROMOTED = "tests/unit/cache/test_promotion.py"
-FOUND = "tests/unit/cache/test_stored.py"
-TIERED = "tests/unit/cache/test_tiering.py"
-LOSSY = "tests/unit/radix/test_lossy.py"
-LOSSY_DEVICE = "tests/differential/test_lossy_device.py"
-LOSSY_TIERS = "tests/differential/test_lossy_tiers.py"
 WORLDS = "tests/sim/test_laws.py::test_a_few_worlds_keep_every_law"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Replace `old`, which occurs once in `file`, by `new`: one of `tests` must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-MATCH, TREE_PY, NEED = "radix/match.py", "radix/tree.py", "radix/need.py"
-TRAILING, SEGMENT = "radix/trailing.py", "radix/segment.py"
-PREFIX, SNAP = "runtime/cache/prefix_cache.py", "runtime/cache/snapshots.py"
-BLOCKS, RECOVERY = "runtime/cache/blocks.py", "runtime/cache/recovery.py"
-SCHEDULER, CORE = "runtime/scheduler/scheduler.py", "runtime/engine/core.py"
+MATCH = "radix/match.py"
+TREE_PY = "radix/tree.py"
+NEED = "radix/need.py"
+TRAILING = "radix/trailing.py"
+SEGMENT = "radix/segment.py"
+PREFIX = "runtime/cache/prefix_cache.py"
+SNAP = "runtime/cache/snapshots.py"
+BLOCKS = "runtime/cache/blocks.py"
+RECOVERY = "runtime/cache/recovery.py"
+SCHEDULER = "runtime/scheduler/scheduler.py"
+CORE = "runtime/engine/core.py"
 POOL_PY = "runtime/memory/block_pool.py"
-COPIES, STORED = "runtime/tiers/copies.py", "runtime/cache/stored.py"
-DEMOTION, PROMOTION = "runtime/cache/demotion.py", "runtime/cache/promotion.py"
-TIERING, LASTING = "runtime/cache/tiering.py", "radix/lasting.py"
-
-MEETING, PROBE = "runtime/cache/meeting.py", "runtime/cache/probe.py"
-MET, PROBED = "tests/unit/cache/test_meeting.py", "tests/unit/cache/test_probe.py"
-WITHDRAWN = "tests/unit/tiers/test_withdrawal.py"
-STACK, STACKED = "kernels/layer_stack.py", "tests/differential/test_layer_stack.py"
+STACK = "kernels/layer_stack.py"
+STACKED = "tests/differential/test_layer_stack.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        "f21 a load keeps pages that were withdrawn after they had arrived",
-        TIERING,
-        "        self.promotions.distrust(keys)\n",
-        "",
-        (WITHDRAWN,),
-    ),
-    Mutant(
-        "f21 a meeting keeps pages that were withdrawn after they had arrived",
-        TIERING,
-        "        self.meetings.distrust(keys)\n",
-        "",
-        (MET,),
-    ),
-    Mutant(
-        "f21 a load that ends takes withdrawn pages for good",
-        PROMOTION,
-        "is_good = page.key not in self._tiers.withdrawals",
-        "is_good = True",
-        (WITHDRAWN, PROMOTED),
-    ),
-    Mutant(
-        "withdrawn pages are found while they are being destroyed",
-        "runtime/tiers/tiers.py",
-        "enumerate(addresses) if address.key not in gone]",
-        "enumerate(addresses) if gone is not None]",
-        (WITHDRAWN,),
-    ),
-    Mutant(
-        "f2 a meeting takes a batch for whole that is not",
-        MEETING,
-        "return self.is_done and all(page.arrived for page in self.pages)",
-        "return self.is_done",
-        (MET,),
-    ),
-    Mutant(
-        "a meeting hands over before computing has reached what was loaded",
-        MEETING,
-        "ready is not None and ready <= num_pages < self.end",
-        "ready is not None and num_pages < self.end",
-        (MET,),
-    ),
-    Mutant(
-        "f32 a meeting given up frees blocks that are still written to",
-        MEETING,
-        "            if not batch.waiting_for:\n                for page in batch.pages:",
-        "            if batch.waiting_for is not None:\n                for page in batch.pages:",
-        (MET,),
-    ),
-    Mutant(
-        "the end of a run is taken for one page further than was answered",
-        PROBE,
-        "lo = pages[gap - 1] + 1 if gap else lo",
-        "lo = pages[gap - 1] + 2 if gap else lo",
-        (PROBED,),
-    ),
-    Mutant(
-        "a prompt that is being asked about waits for ever",
-        PROBE,
-        "seconds >= PATIENCE_S or self._spent_s + seconds >= MAX_ASKING_S",
-        "seconds < 0",
-        (PROBED,),
-    ),
-    Mutant(
-        "a remote store that hangs is waited for",
-        "runtime/tiers/lanes.py",
-        "self._remote.wait(transfer, self._left_s(ends_s)):\n                self._remote.cancel",
-        "self._remote.wait(transfer):\n                self._remote.cancel",
-        ("tests/unit/tiers/test_lanes.py",),
-    ),
-    Mutant(
-        "pages are pushed out of a small host before they are on disk",
-        "runtime/cache/host_room.py",
-        "            if not goes and room[page.group] > 0:",
-        "            if not goes:",
-        (DEMOTED,),
-    ),
     Mutant(
         "f21 copies of what was computed from damaged state stay in the tiers",
         PREFIX,
@@ -405,172 +310,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/sim/test_laws.py::test_worlds_that_once_broke_a_law",),
     ),
     Mutant(
-        "f22 digests are not compared after a load",
-        COPIES,
-        "            if is_same:\n",
-        "            if is_same or len(sums):\n",
-        (f"{PROMOTED}::test_a_damaged_page_is_not_used_and_leaves_its_tier",),
-    ),
-    Mutant(
-        "f21 a damaged page stays in its tier",
-        COPIES,
-        "                store.report_corrupt(pages[i].handle)\n",
-        "",
-        (f"{PROMOTED}::test_a_damaged_page_is_not_used_and_leaves_its_tier",),
-    ),
-    Mutant(
-        "f21 a damaged block is copied out",
-        COPIES,
-        "if page.expected is not None and not",
-        "if page.expected is None and not",
-        (f"{DEMOTED}::test_a_damaged_block_is_not_copied_out_where_checksums_are_kept",),
-    ),
-    Mutant(
         "f32 a block is given away while it is copied",
         POOL_PY,
         "pinned = self._pins[blocks] > 0\n        if pinned.any()",
         "pinned = self._pins[blocks] < 0\n        if pinned.any()",
         (f"{DEMOTED}::test_a_block_evicted_while_it_is_copied_is_not_given_away",),
-    ),
-    Mutant(
-        "f12 a block that was freed during its copy counts as copied",
-        DEMOTION,
-        "if self._pools[page.group].generations[page.block] == generation:",
-        "if generation >= 0:",
-        (f"{DEMOTED}::test_a_block_that_was_given_away_during_its_copy_has_no_copy",),
-    ),
-    Mutant(
-        "f15 pages of a long path are stored under others' names",
-        DEMOTION,
-        "self._stored.page_address(names, group, start + i))",
-        "self._stored.page_address(names, group, i))",
-        (f"{DEMOTED}::test_a_long_path_is_copied_in_parts_under_the_right_names",),
-    ),
-    Mutant(
-        "window pages that nobody resumes from are copied",
-        LASTING,
-        "        good &= kept\n",
-        "",
-        ("tests/unit/radix/test_lasting.py", DEMOTED),
-    ),
-    Mutant(
-        "f8 a load does not lease the prefix it continues",
-        PROMOTION,
-        "lease = self._tree.lease(match, boundary * size, range(self._schema.num_groups))",
-        "lease = self._tree.lease(match, 0, range(self._schema.num_groups))",
-        (f"{PROMOTED}::test_the_prefix_that_a_load_continues_stays_meanwhile",),
-    ),
-    Mutant(
-        "f14 a snapshot comes back without its history",
-        PROMOTION,
-        "if page.page > lease.num_published_pages:",
-        "if page.page < 0:",
-        (f"{PROMOTED}::test_a_snapshot_comes_back_only_with_the_history_below_it",),
-    ),
-    Mutant(
-        "a dropped page counts as copied",
-        TIERING,
-        "                self.mirror.forget(dropped.key)",
-        "                pass",
-        (f"{DEMOTED}::test_a_page_that_its_tier_dropped_is_copied_again",),
-    ),
-    Mutant(
-        "f23 marks outlive the weights",
-        TIERING,
-        "        self.mirror.clear()\n        self.stored.forget_names()",
-        "        self.stored.forget_names()",
-        (f"{TIERED}::test_other_weights_find_nothing_and_mark_nothing",),
-    ),
-    Mutant(
-        "f35 names outlive the weights",
-        STORED,
-        "        self._remembered.clear()",
-        "        pass",
-        (f"{FOUND}::test_names_differ_by_whatever_decides_the_bytes",),
-    ),
-    Mutant(
-        "f33 the salt is left out of a page's name",
-        "runtime/tiers/page.py",
-        "root = blake2b(namespace.key,",
-        "root = blake2b(namespace.key[:0],",
-        (f"{FOUND}::test_another_salt_finds_nothing",),
-    ),
-    Mutant(
-        "f2 copies beyond a gap are offered",
-        STORED,
-        "                self._cut(end)\n",
-        "",
-        (f"{FOUND}::test_history_counts_up_to_the_first_gap_of_any_group",),
-    ),
-    Mutant(
-        "f24 an index is found without its entries",
-        "runtime/tiers/tiers.py",
-        "        if not address.base:\n            return True",
-        "        if store is not None:\n            return True",
-        (f"{FOUND}::test_an_index_whose_entries_are_on_the_device_alone_is_not_found",),
-    ),
-    Mutant(
-        "what is evicted is loaded for ever",
-        "runtime/scheduler/loading.py",
-        "or request.num_loads >= MAX_LOADS:",
-        "or request.num_loads < 0:",
-        ("tests/unit/scheduler/test_loading.py",),
-    ),
-    Mutant(
-        "lossy: state that may be approximate has the layout of exact state",
-        "radix/lossy.py",
-        "layout_id=lossy_layout(group.layout_id, kind),",
-        "layout_id=group.layout_id,",
-        (LOSSY,),
-    ),
-    Mutant(
-        "lossy: nobody asks for the dequantiser",
-        "radix/validation.py",
-        "({dequantiser(spec.lossy)} if spec.lossy else set())",
-        "set()",
-        (LOSSY,),
-    ),
-    Mutant(
-        "lossy: a copy's digests are those of the block it was made of",
-        COPIES,
-        "landing = self._landing(group, rows, digests)",
-        "landing = digests",
-        (LOSSY_DEVICE,),
-    ),
-    Mutant(
-        "lossy: a block is compared with what its copy reads as",
-        COPIES,
-        "np.array_equal(page.expected, digests[i])",
-        "np.array_equal(page.expected, landing[i])",
-        (LOSSY_DEVICE,),
-    ),
-    Mutant(
-        "lossy: numbers are cut off instead of rounded",
-        "runtime/tiers/quantise.py",
-        "values.round_().clamp_(-top, top).to(torch.int8)",
-        "values.clamp_(-top, top).to(torch.int8)",
-        ("tests/unit/kernels/test_quantised.py",),
-    ),
-    Mutant(
-        "lossy: the exact share with everybody",
-        PREFIX,
-        "apart = options.exact and self._blocks.lineage.is_kept",
-        "apart = False",
-        (LOSSY_TIERS,),
-    ),
-    Mutant(
-        "lossy: what is computed from lossy copies looks exact",
-        "runtime/cache/lineage.py",
-        "self.mark(group, sequence.owned(group))",
-        "del group",
-        (LOSSY_TIERS,),
-    ),
-    Mutant(
-        "lossy: what comes back looks exact",
-        PROMOTION,
-        "self._blocks.lineage.mark(group, promotion.blocks(group))",
-        "del group",
-        (LOSSY_TIERS,),
     ),
     Mutant(
         "stack: pools that have moved are not noticed",
