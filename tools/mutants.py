@@ -34,9 +34,8 @@ if str(ROOT / "tools") not in sys.path:  # `python -P` leaves a script's own fol
     sys.path.insert(0, str(ROOT / "tools"))
 
 from mutant import Mutant  # noqa: E402
-from planted_tiers import TIER_MUTANTS  # noqa: E402
-
 from planted import MUTANTS  # noqa: E402
+from planted_tiers import TIER_MUTANTS  # noqa: E402
 
 COPIED = ("radix", "runtime", "kernels", "frontend", "src", "tests", "tools", "pyproject.toml")
 ALL = (*MUTANTS, *TIER_MUTANTS)
