@@ -1,7 +1,8 @@
 // AMX: the configuration of tile registers, and the transposition that packing needs.
 //
-// Every tile register is 16 rows of 64 bytes; the configuration is loaded for each item, since
-// other libraries in the process reset it, and released at its end to keep context switches cheap.
+// Tile registers are 16 rows of 64 bytes where nothing else is said; the configuration is loaded
+// for each item, since other libraries in the process reset it, and released at its end to keep
+// context switches cheap.
 //
 //     tdpbf16:  C[16 m][16 n] += A[16 m][32 k] . B[16 k-pairs][16 n x 2]
 
@@ -11,8 +12,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void open_tiles() {
-  TileConfig config;
+inline void open_tiles(const TileConfig& config = TileConfig()) {
   // The intrinsic of some compilers declares fewer bytes than the instruction reads.
   __asm__ volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);

@@ -40,8 +40,10 @@ struct Packer {
     return reinterpret_cast<const float*>(table)[place];
   }
 
+  // Where the codes of an output's 32 inputs begin: words that four outputs share, or bytes.
   uint8_t* codes_of(uint8_t* step, int64_t out) const {
-    return step + form.codes_at() + out % kPanelOutputs / 16 * form.half_bytes();
+    const int64_t lane = out % kPanelOutputs;
+    return step + form.codes_at() + (form.bits == 4 ? lane / 4 * 64 : lane * 32);
   }
 
   void pack_step(int64_t out, int64_t step) const {
@@ -53,25 +55,26 @@ struct Packer {
         put_number(to + form.scale_bytes(), s * 32 + lane, p.offsets, first + s);
     }
     const int8_t* codes = p.codes + out * p.in_dim + step * kStepInputs;
-    const int64_t together = 32 / form.bits;  // codes of a dword
-    for (int64_t i = 0; i < kStepInputs; i += together) {
-      uint32_t word = 0;
-      for (int64_t k = 0; k < together; ++k)
-        word |= ((uint32_t)codes[i + k] & ((1u << form.bits) - 1)) << (k * form.bits);
-      memcpy(codes_of(to, out) + i / together * 64 + lane % 16 * 4, &word, 4);
+    uint8_t* at = codes_of(to, out);
+    if (form.bits == 8) {
+      memcpy(at, codes, kStepInputs);
+      return;
     }
+    uint16_t* words = reinterpret_cast<uint16_t*>(at);
+    for (int64_t i = 0; i < kStepInputs; ++i)
+      words[i] = (uint16_t)(words[i] | (codes[i] & 15) << (lane % 4 * 4));
   }
 
   void unpack_step(int64_t out, int64_t step, uint16_t* to) const {
     uint8_t* from = step_at(out, step);
-    const int64_t lane = out % kPanelOutputs, together = 32 / form.bits;
+    const int64_t lane = out % kPanelOutputs;
+    const uint8_t* codes = codes_of(from, out);
     for (int64_t i = 0; i < kStepInputs; ++i) {
       const int64_t place = i * form.subs / kStepInputs * 32 + lane;
-      uint32_t word;
-      memcpy(&word, codes_of(from, out) + i / together * 64 + lane % 16 * 4, 4);
-      word >>= i % together * form.bits;
-      const float code = form.bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
-      float w = number(from, place) * code;
+      const int code = form.bits == 8
+          ? reinterpret_cast<const int8_t*>(codes)[i]
+          : reinterpret_cast<const uint16_t*>(codes)[i] >> (lane % 4 * 4) & 15;
+      float w = number(from, place) * (float)code;
       if (form.has_offsets) w += number(from + form.scale_bytes(), place);
       to[i] = bf16_of(w);
     }

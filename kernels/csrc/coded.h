@@ -4,9 +4,11 @@
 //
 // A step (32 outputs, 32 inputs) follows the next in memory, each of them
 //
-//     [subs][32 outputs] scales | [subs][32] offsets, where there are any | [2 halves] codes
-//     codes of a half: dwords of its 16 outputs, one after the other: 8 codes of 4 bits in one,
-//                      or 4 signed bytes, the first input lowest
+//     [subs][32 outputs] scales | [subs][32] offsets, where there are any | codes
+//     codes of 4 bits: [8 fours of outputs][32 inputs] words of 16 bits, the first output lowest
+//     codes of 8 bits: [32 outputs][32 inputs] signed bytes
+//
+// so that one vector of codes yields the inputs of an output in their order.
 //
 // Products with codes are exact in float32 wherever there is an offset, so that a fused step rounds
 // as a product and a sum do. Scales and offsets are half precision where all of them are, else
