@@ -24,7 +24,6 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from medium import MB, Medium
 from numpy.typing import NDArray
 
 import statewise.runtime.cache.tiering as tiering
@@ -42,35 +42,11 @@ from statewise.runtime.engine.build import BuiltRuntime, build_runtime
 from statewise.runtime.engine.core import EngineCore
 from statewise.runtime.messages import CacheOptions, TokenizedRequest, pack_ids
 from statewise.runtime.sampling_params import SamplingParams
-from statewise.runtime.tiers.buffers import Bytes
-from statewise.runtime.tiers.files import Files
 
-LATENCY_S = 0.002
 WAIT_S = 0.001  # between two looks at a load
-MB = 1e6
-REAL_READ = Files.read
 NAMES = {"load": "loading_s", "compute": "computing_s", "meet": "meeting_s"}
 Int32 = NDArray[np.int32]
 Float = NDArray[np.float64]
-
-
-class Medium:
-    """A bandwidth and a latency for every read of a file, however many threads read."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = float("inf")
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def read(self, files: Files, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        """Read, and wait until a medium of this kind would have done so."""
-        began = time.monotonic()
-        count = REAL_READ(files, fd, buffers, offset)
-        with self._lock:
-            self._free_at = max(self._free_at, began) + count / self.bytes_per_s
-            ready = self._free_at + LATENCY_S
-        time.sleep(max(ready - time.monotonic(), 0.0))
-        return count
 
 
 @dataclass
@@ -136,8 +112,7 @@ class Bench:
 
     def __init__(self, model: str, directory: Path, lengths: list[int]) -> None:
         self.medium, self.chooser = Medium(), Chooser()
-        Files.read = lambda *args: self.medium.read(*args)  # type: ignore[method-assign]
-        Files.has_own_reads = True
+        self.medium.mount()
         tiering.plan = self.chooser  # type: ignore[attr-defined]
         tiering.MIN_PATIENCE_S = float("inf")  # loads that computing would beat end as well
         self.settings = {
