@@ -5,7 +5,8 @@ then waits as a medium of the given bandwidth and latency would make it (the onl
 here). Prompts of several lengths are stored there. Each is then served again and again, in turn,
 once by loading it and once by computing it, whatever the planner would do: two curves, and the
 length at which they cross. Beside them the planner's own two curves, under the rates that it
-measured at start and learned from these very runs, and what it would choose at every length.
+measured at each start (one before each round) and learned from the last round's very runs, and what
+it would choose at every length.
 
 All or nothing: computing from the front while the rest is loaded is left out, since with it there
 is no crossover. `--meet` measures it as a third way, where the planner finds one. Greedy; a first
@@ -240,17 +241,15 @@ def estimates(bench: Bench) -> dict[str, Any]:
 
 
 def measure(bench: Bench, rounds: int, mb_per_s: float, ways: Sequence[str]) -> dict[str, Any]:
-    """All curves, and the planner's at start and in the end."""
+    """All curves, and the planner's at each start and in the end."""
     for length in bench.lengths:
         bench.serve(length, "compute")
     middle = bench.lengths[len(bench.lengths) // 2]
     bench.medium.bytes_per_s = mb_per_s * MB if mb_per_s else choose_medium(bench, middle)
-    bench.restart()
-    report: dict[str, Any] = {
-        "mb_per_s": bench.medium.bytes_per_s / MB,
-        "planner_at_start": estimates(bench),
-    }
+    report: dict[str, Any] = {"mb_per_s": bench.medium.bytes_per_s / MB, "planner_at_start": []}
     for _ in range(rounds):
+        bench.restart()
+        report["planner_at_start"].append(estimates(bench))
         for length in bench.lengths:
             for way in ways:
                 length.seconds[way].append(bench.serve(length, way))
@@ -269,11 +268,12 @@ def measure(bench: Bench, rounds: int, mb_per_s: float, ways: Sequence[str]) -> 
     columns = {name: [row[name] for row in report["measured"]] for name in report["measured"][0]}
     curves = columns["tokens"], columns["loading_s"], columns["computing_s"]
     report["crossing"] = crossing(*curves)
-    for name in ("planner", "planner_at_start"):
-        found = report[name]["crossing"]
-        if found is not None:
+    for found in (*report["planner_at_start"], report["planner"]):
+        if found["crossing"] is not None:
             x, y = ratios(*curves)
-            report[name]["wrong_costs"] = float(np.exp(abs(np.interp(np.log(found), x, y)))) - 1
+            found["wrong_costs"] = (
+                float(np.exp(abs(np.interp(np.log(found["crossing"]), x, y)))) - 1
+            )
     return report
 
 
@@ -282,25 +282,37 @@ def show(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}, a medium of {report['mb_per_s']:.1f} MB/s, load "
         f"{report['load_average']['before'][0]:.1f} to {report['load_average']['after'][0]:.1f}; "
-        "seconds, as planned at start > after these runs",
+        "seconds, as planned at start (medians) > in the end",
         f"{'tokens':>7}{'MB':>7}{'loading':>9}{'planned':>16}{'computing':>11}{'planned':>16}"
         f"{'meeting':>9}{'planned':>16}  choice",
     ]
-    parts = (report["measured"], report["planner"]["rows"], report["planner_at_start"]["rows"])
-    for real, planned, first in zip(*parts, strict=True):
+    starts = report["planner_at_start"]
+    for i, (real, planned) in enumerate(
+        zip(report["measured"], report["planner"]["rows"], strict=True)
+    ):
         line = f"{real['tokens']:>7}{real['mb']:>7.1f}"
         for name in NAMES.values():
-            both = f"{_seconds(first[name])} > {_seconds(planned[name])}"
+            first = _median([start["rows"][i][name] for start in starts])
+            both = f"{_seconds(first)} > {_seconds(planned[name])}"
             line += f"{_seconds(real.get(name)):>9}{both:>16}  "
-        choices = ["load" if plan["loads"] else "compute" for plan in (first, planned)]
-        lines.append(f"{line}{' > '.join(choices)}; met {real['met']:.0f}")
-    found = [f"measured {_tokens(report['crossing'])}"]
-    for name in ("planner_at_start", "planner"):
-        text = f"{name.replace('_', ' ')} {_tokens(report[name]['crossing'])}"
-        if "wrong_costs" in report[name]:
-            text += f" (where the other choice costs {100 * report[name]['wrong_costs']:.1f} %)"
-        found.append(text)
-    return "\n".join([*lines, f"curves cross at, in tokens: {', '.join(found)}"])
+        lines.append(f"{line}{'load' if planned['loads'] else 'compute'}; met {real['met']:.0f}")
+    lines.append(f"curves cross at, in tokens: {_tokens(report['crossing'])}, as measured")
+    lines.append(f"  {', '.join(map(_crossing, starts))}: the planner's at each start")
+    lines.append(f"  {_crossing(report['planner'])}: the planner's in the end")
+    return "\n".join(lines)
+
+
+def _median(values: list[float | None]) -> float | None:
+    """The middle one; None where one is missing."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+def _crossing(found: dict[str, Any]) -> str:
+    if "wrong_costs" not in found:
+        return "-"
+    wrong = f"{100 * found['wrong_costs']:.0f} %"
+    return f"{_tokens(found['crossing'])} (there the other choice costs {wrong})"
 
 
 def _seconds(value: float | None) -> str:
