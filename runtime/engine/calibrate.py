@@ -143,14 +143,20 @@ class _Stopwatch:
                 return
 
     def figures(self) -> dict[Trial, float]:
-        """Seconds of each trial: the middle of its runs, those on new memory left out."""
-        return {t: statistics.median_low(_settled(runs)) for t, runs in self._runs.items()}
+        """Seconds of each trial: the middle of its runs, those on new memory left out.
 
-    def beside(self, trial: Trial, other: Trial) -> tuple[float, float]:
-        """Seconds of two trials, by as many runs of either, from the first on."""
+        As requests will meet them, in the machine's mood of now; not the least, that none has.
+        """
+        return {trial: statistics.median(_settled(runs)) for trial, runs in self._runs.items()}
+
+    def ratio(self, trial: Trial, other: Trial) -> float:
+        """A trial's seconds to those of another, by as many runs of either, from the first on.
+
+        Of two runs the quicker one, which less has disturbed: a ratio wants both undisturbed.
+        """
         mine, others = _settled(self._runs[trial]), _settled(self._runs[other])
         both = min(len(mine), len(others))
-        return statistics.median_low(mine[:both]), statistics.median_low(others[:both])
+        return statistics.median_low(mine[:both]) / statistics.median_low(others[:both])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +219,13 @@ def _behind_context(watch: _Stopwatch, found: dict[int, float], num_layers: int)
 
 def _pair_seconds(watch: _Stopwatch, schema: CacheSchema) -> float:
     """Seconds per entry read in one layer, from a batch behind a long context."""
-    pairs = pairs_of(schema)
-    for trial in watch.figures():
+    figures, pairs = watch.figures(), pairs_of(schema)
+    for trial in figures:
         context, size, layers = trial
         more = pairs.count(context, context + size, layers) - pairs.count(0, size, layers)
         if context and more > 0:
-            behind, alone = watch.beside(trial, (0, size, layers))
-            return max(behind - alone, 0.0) / more
+            alone = (0, size, layers)
+            return max(watch.ratio(trial, alone) - 1, 0.0) * figures[alone] / more
     return 0.0
 
 
