@@ -259,7 +259,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
         int, _count("kernels", "compute threads; 0: the physical cores this process may use")
     ] = 0
     calibrate: Annotated[
-        bool, _help("kernels", "measure at start what forwards cost, for a second")
+        bool, _help("kernels", "measure at start what forwards cost, for two seconds")
     ] = True
     tp_size: Annotated[
         int, _count("kernels", "devices that share the model; this version serves from one", 1)
