@@ -5,8 +5,9 @@ estimates of computing and of loading it.
 What copies cost a request that decodes is measured by `tier_decoding.py`.
 
 One engine, no server: everything but HTTP and processes. Greedy, so that all four ways must give
-the same first token; a difference ends the run. With `--lossy-tiers` what comes back is approximate,
-and a difference is told. `--mb-per-s`: the directory is read as from a medium as slow as that.
+the same first token; a difference ends the run. With `--lossy-tiers` what comes back is
+approximate, and a difference is told. `--mb-per-s`: the directory is read as from a medium as slow
+as that.
 
     usage: python benchmarks/tier_serving.py [--model NAME] [--lengths 512,8192]
                [--lossy-tiers int8] [--mb-per-s N] [--json FILE]
