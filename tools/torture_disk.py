@@ -2,8 +2,9 @@
 
 Each round a child process writes pages, evicts and reads, and is killed with SIGKILL after a random
 time; then the directory is opened again and every page that is found must have exactly the bytes
-that its key decides. Rounds go on in the same directory, so later ones begin with what earlier ones
-left. Nothing may be found damaged either: a killed process loses no byte that it had written.
+that its key decides, fetched as well as loaded into blocks (by the native library where it runs).
+Rounds go on in the same directory, so later ones begin with what earlier ones left. Nothing may be
+found damaged either: a killed process loses no byte that it had written.
 
     usage: python tools/torture_disk.py [--count N] [--seed S] [--directory DIR] [--longest-s T]
 
@@ -21,14 +22,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from statewise.kernels import native
+from statewise.kernels.blocks import BlockRows
 from statewise.radix.key import Namespace
 from statewise.radix.stamp import Stamp
 from statewise.runtime.clock import SystemClock
-from statewise.runtime.tiers.buffers import Bytes
+from statewise.runtime.tiers.blocks import Digests, FileRun
+from statewise.runtime.tiers.buffers import Bytes, Row
 from statewise.runtime.tiers.checksums import layer_digests
 from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.page import (
@@ -79,6 +85,61 @@ def write_forever(directory: Path, seed: int, ready: int) -> None:
             disk.free(handles[::2])
 
 
+class Blocks:
+    """A `BlockIO` over blocks for one sequence."""
+
+    def __init__(self) -> None:
+        memory = np.zeros((SHAPE.num_layers, PAGES, SHAPE.layer_bytes), dtype=np.uint8)
+        self.layers = list(torch.from_numpy(memory))
+        self._native = BlockRows(self.layers) if native.is_available() else None
+
+    def read(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
+        """See `BlockIO`."""
+        for block, row in zip(blocks, rows, strict=True):
+            row.data[:] = self.block(block)
+        return np.stack([layer_digests(row.data, SHAPE.num_layers) for row in rows])
+
+    def write(self, group: int, blocks: Sequence[int], rows: Sequence[Row]) -> Digests:
+        """See `BlockIO`."""
+        for block, row in zip(blocks, rows, strict=True):
+            parts = row.data.reshape(SHAPE.num_layers, -1)
+            for layer, part in zip(self.layers, parts, strict=True):
+                layer[block].numpy()[:] = part
+        return np.stack([layer_digests(self.block(block), SHAPE.num_layers) for block in blocks])
+
+    def write_from_file(
+        self, group: int, blocks: Sequence[int], run: FileRun, buffer: Bytes, heads: Bytes
+    ) -> Digests | None:
+        """See `BlockIO`."""
+        if self._native is None:
+            return None
+        wanted = np.array(blocks, dtype=np.int32)
+        return self._native.read_records(
+            wanted, run.fd, run.offset, run.record_bytes, buffer, heads
+        )
+
+    def block(self, number: int) -> Bytes:
+        """Bytes of a block, layer after layer."""
+        return np.concatenate([layer[number].numpy() for layer in self.layers])
+
+
+def load(disk: DiskTier, handles: Sequence[int], where: Sequence[PageAddress]) -> Counter[str]:
+    """Load pages into blocks and compare them."""
+    seen: Counter[str] = Counter()
+    blocks = Blocks()
+    for run in disk.plain_runs("full", handles, [address.key for address in where]):
+        for i, is_good in zip(run.indices, run.load(blocks, 0, run.indices), strict=True):
+            if not is_good:
+                seen["damaged_load"] += 1
+            elif (blocks.block(i) == payload(where[i])).all():
+                seen["loaded"] += 1
+            else:
+                seen["wrong"] += 1
+    if seen.total() < len(handles):  # every page here is plain, and so in some run
+        seen["damaged_load"] += len(handles) - seen.total()
+    return seen
+
+
 def look(directory: Path) -> Counter[str]:
     """Open what is left and compare every page."""
     seen: Counter[str] = Counter()
@@ -88,6 +149,7 @@ def look(directory: Path) -> Counter[str]:
         handles = disk.find([address.key for address in where])
         fetched = disk.fetch([handle for handle in handles if handle != NO_HANDLE])
         there = [a for a, h in zip(where, handles, strict=True) if h != NO_HANDLE]
+        seen += load(disk, [handle for handle in handles if handle != NO_HANDLE], there)
         for one, address in zip(fetched, there, strict=True):
             if one.outcome is not Outcome.OK or one.row is None or one.record is None:
                 seen[f"damaged_{one.outcome.value}"] += 1
