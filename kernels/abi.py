@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 OK, BAD_BLOCK, NO_MEMORY, UNSUPPORTED, BAD_POSITION = range(5)
 
@@ -79,7 +79,7 @@ class LinearParams(ctypes.Structure):
     """Linear layer."""
 
     _fields_ = fields(
-        "x weight bias out", "rows in_dim out_dim x_stride", "dtype packing code_form reserved"
+        "x weight bias out", "rows in_dim out_dim x_stride", "dtype packing code_form wide"
     )
 
 

@@ -201,19 +201,30 @@ class CpuOps(CpuRecurrentOps):
 
         The way a product takes depends on the weight alone, never on the number of rows.
         """
+        if not _linear_fits(x, weight, bias):
+            return super().linear(x, weight, bias)
+        return self._multiply(x, weight, bias, x.dtype)
+
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        """What `linear` returns, in float32: rounded as there, without another pass over it."""
+        if not _linear_fits(x, weight, None):
+            return super().logits(x, weight)
+        return self._multiply(x, weight, None, torch.float32)
+
+    def _multiply(
+        self, x: Tensor, weight: Any, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         rows, stride = _flat_rows(x)
         if stride < 0:
             x = x.contiguous()
             rows, stride = _flat_rows(x)
-        if not _linear_fits(x, weight, bias):
-            return super().linear(x, weight, bias)
-        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
         p = abi.LinearParams()
         p.weight, p.packing, p.code_form = weight_fields(weight)
         p.x, p.out = x.data_ptr(), out.data_ptr()
         p.bias = None if bias is None else bias.data_ptr()
         p.rows, p.in_dim, p.out_dim, p.x_stride = rows, x.shape[-1], weight.shape[0], stride
-        p.dtype = abi.DTYPE_CODES[x.dtype]
+        p.dtype, p.wide = abi.DTYPE_CODES[x.dtype], out_dtype != x.dtype
         status = self._linear(ctypes.addressof(p))
         if status == abi.NO_MEMORY:
             raise MemoryError("native linear layer could not allocate its workspace")

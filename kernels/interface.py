@@ -291,6 +291,10 @@ class Ops(Protocol):
         """Return x [T, in] @ weight.T (+ bias); weight [out, in] or what `pack` returned."""
         ...
 
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        """What `linear` returns, in float32 (float64 stays)."""
+        ...
+
     def pack(self, weight: Tensor) -> Any:
         """Prepare a [out, in] weight for `linear` (may return it unchanged)."""
         ...

@@ -252,6 +252,11 @@ class TorchOps:
         """Return x [..., in] @ weight.T (+ bias)."""
         return row_steps.linear(x, weight, bias)
 
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What `linear` returns, in float32 (float64 stays)."""
+        logits = self.linear(x, weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
     def pack(self, weight: Tensor) -> Tensor:
         """Return the weight itself."""
         return weight

@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr int32_t kAbiVersion = 5;
+constexpr int32_t kAbiVersion = 6;
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -115,7 +115,7 @@ struct LinearParams {
   int32_t dtype;  // of everything
   int32_t packing;  // of the weight
   int32_t code_form;  // of a coded one
-  int32_t reserved;
+  int32_t wide;       // 1: `out` is float32, of numbers that were rounded to `dtype`
 };
 
 // The layers of a dense decoder in one call: what is fixed when the model is loaded ...

@@ -4,7 +4,8 @@
 // number of rows. Rows are taken four at a time where there are four, because they share each
 // vector of weights loaded; a row that is left over does the same sums alone.
 
-constexpr int64_t kItemBytes = 1 << 16;  // weights of one work item, about
+constexpr int64_t kItemBytes = 1 << 16;  // weights of one work item, at most about
+constexpr int64_t kThreadItems = 6;      // items of a thread, where there are panels for them
 constexpr int kRowsTogether = W >= 8 ? W / 4 : 2;
 
 // Sums in lanes of R rows of x with N rows of weights.
@@ -50,6 +51,19 @@ inline vf bias_of(const LinearParams& p, int64_t n) {
   return load_of<D>(static_cast<const typename D::T*>(p.bias), n, p.out_dim);
 }
 
+// Outputs n .. n+W-1 of one row.
+template <typename D>
+inline void put_outputs(const LinearParams& p, int64_t row, int64_t n, vf y) {
+  using T = typename D::T;
+  if (p.wide) {
+    T rounded[W];
+    store<D>(rounded, y);
+    store_of<F32>(static_cast<float*>(p.out) + row * p.out_dim, n, p.out_dim, load<D>(rounded));
+  } else {
+    store_of<D>(static_cast<T*>(p.out) + row * p.out_dim, n, p.out_dim, y);
+  }
+}
+
 template <typename D>
 struct Panel {
   const typename D::T* rows[W];   // weights of W outputs; the last one again beyond the end
@@ -72,7 +86,7 @@ inline void one_row(const LinearParams& p, const Panel<D>& panel, int64_t n, int
   vf acc[W];
   lane_sums<D, Dot, 1, W>(x, panel.rows, p.in_dim, row == 0 ? panel.fetch : nullptr, acc);
   const vf y = sums_of<W>(acc) + bias_of<D>(p, n);
-  store_of<D>(static_cast<T*>(p.out) + row * p.out_dim, n, p.out_dim, y);
+  put_outputs<D>(p, row, n, y);
 }
 
 // Rows row .. row + kRowsTogether - 1, four outputs at a time.
@@ -92,10 +106,7 @@ inline void some_rows(const LinearParams& p, const Panel<D>& panel, int64_t n, i
     }
   }
   const vf bias = bias_of<D>(p, n);
-  for (int r = 0; r < R; ++r) {
-    T* out = static_cast<T*>(p.out) + (row + r) * p.out_dim;
-    store_of<D>(out, n, p.out_dim, loadf(y[r]) + bias);
-  }
+  for (int r = 0; r < R; ++r) put_outputs<D>(p, row + r, n, loadf(y[r]) + bias);
 }
 
 template <typename D, bool Dot>
@@ -106,7 +117,8 @@ void linear_panel(const LinearParams& p, int64_t n) {
   for (; row < p.rows; ++row) one_row<D, Dot>(p, panel, n, row);
 }
 
-// run(first, last, thread) over [0, panels) in items of about kItemBytes of weights.
+// run(first, last, thread) over [0, panels) in items of up to kItemBytes of weights; small ones of
+// small matrices, so that no thread waits long for another's last.
 template <typename F>
 void over_panels(int64_t panels, int64_t panel_bytes, const F& run) {
   const int64_t step = most<int64_t>(1, kItemBytes / panel_bytes);
@@ -114,8 +126,10 @@ void over_panels(int64_t panels, int64_t panel_bytes, const F& run) {
     run((int64_t)0, panels, 0);
     return;
   }
-  parallel_for((panels + step - 1) / step, [&](int64_t i, int thread) {
-    run(i * step, least(panels, (i + 1) * step), thread);
+  const int64_t share = most<int64_t>(1, panels / (pool_num_threads() * kThreadItems));
+  const int64_t count = least(step, share);
+  parallel_for((panels + count - 1) / count, [&](int64_t i, int thread) {
+    run(i * count, least(panels, (i + 1) * count), thread);
   });
 }
 

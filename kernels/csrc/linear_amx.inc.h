@@ -67,14 +67,20 @@ inline void store_tile_rows(const LinearParams& p, int64_t n, int64_t first, int
   const int64_t width = least<int64_t>(32, p.out_dim - n);
   const vf bias_left = bias_of<BF16>(p, n);
   const vf bias_right = width > 16 ? bias_of<BF16>(p, n + 16) : vf{};
-  uint16_t* out = static_cast<uint16_t*>(p.out) + first * p.out_dim + n;
-  for (int64_t r = 0; r < count; ++r, out += p.out_dim) {
+  const __mmask32 mask = (__mmask32)((1ull << width) - 1);
+  for (int64_t r = 0; r < count; ++r) {
     const vf a = loadf(left + r * 16) + bias_left, b = loadf(right + r * 16) + bias_right;
     const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-    if (width == 32)
-      _mm512_storeu_si512(out, pair);
-    else
-      _mm512_mask_storeu_epi16(out, (1u << width) - 1, pair);
+    const int64_t place = (first + r) * p.out_dim + n;
+    if (p.wide) {
+      float* out = static_cast<float*>(p.out) + place;
+      const vf low = widen(BF16{}, (vh)_mm512_castsi512_si256(pair));
+      const vf high = widen(BF16{}, (vh)_mm512_extracti64x4_epi64(pair, 1));
+      _mm512_mask_storeu_ps(out, (__mmask16)mask, (__m512)low);
+      _mm512_mask_storeu_ps(out + 16, (__mmask16)(mask >> 16), (__m512)high);
+    } else {
+      _mm512_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + place, mask, pair);
+    }
   }
 }
 

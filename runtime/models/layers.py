@@ -210,8 +210,8 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of normalised hidden states [N, d]."""
-        logits = self.ops.linear(hidden, self.head)
         cap = self.final_soft_cap
-        if cap > 0:
-            logits = torch.tanh(logits / cap) * cap
+        if cap <= 0:
+            return self.ops.logits(hidden, self.head)
+        logits = torch.tanh(self.ops.linear(hidden, self.head) / cap) * cap
         return logits if logits.dtype == torch.float64 else logits.float()

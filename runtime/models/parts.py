@@ -101,5 +101,4 @@ class TokenTable:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, d] -> [N, V] float32 (float64 in a float64 model)."""
-        logits = self.ops.linear(hidden, self.head)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return self.ops.logits(hidden, self.head)

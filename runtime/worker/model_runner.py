@@ -155,9 +155,10 @@ class ModelRunner:
         chosen = [i for i, row in enumerate(packed.rows) if row.sample is not None]
         out: dict[int, Sampled] = {}
         for part in _slices(chosen, LOGIT_ROWS):
-            last = torch.from_numpy(packed.last_indices[part].astype(np.int64))
             specs = [spec for i in part if (spec := packed.rows[i].sample) is not None]
-            outcomes = sample(self.model.logits(hidden[last]), specs, self._mask_of)
+            outcomes = sample(
+                self.model.logits(_last_of(packed, hidden, part)), specs, self._mask_of
+            )
             out.update(zip(part, outcomes, strict=True))
         return out
 
@@ -200,6 +201,18 @@ class ModelRunner:
                 chosen=row.prompt_logprob_token_ids,
             )
         return tuple(out), ""
+
+
+def _last_of(packed: PackedRows, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    """Hidden states of the rows' last tokens; where all tokens are such, nothing is gathered.
+
+    Between two passes over all weights the interpreter and torch are cold: a step of decoding
+    saves a tenth of a millisecond.
+    """
+    if len(rows) == hidden.shape[0]:
+        return hidden
+    ends = packed.starts.tolist()
+    return hidden[torch.tensor([ends[i + 1] - 1 for i in rows])]
 
 
 def _difference(old: CausalLM, new: CausalLM) -> str:

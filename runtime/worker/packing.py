@@ -33,11 +33,6 @@ class PackedRows:
     starts: Int32  # [R+1] first packed token of each row
     ends: Int32  # [R] context length after each row
 
-    @property
-    def last_indices(self) -> Int32:
-        """[R] packed index of each row's last token."""
-        return self.starts[1:] - 1
-
 
 def pack_rows(rows: Sequence[BatchRow]) -> PackedRows:
     """Pack at least one row of at least one token each."""

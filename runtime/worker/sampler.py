@@ -14,7 +14,7 @@ is among the `top_k` most likely, if the tokens before it hold at most `top_p` o
 it has at least `min_p` of the most likely token's probability. The survivors are renormalised.
 
 A row is computed from its own logits alone, so the rest of the batch cannot change its token.
-Rows that are greedy and unmodified take one batched max. Log probabilities are of the raw logits
+Rows that are greedy and unmodified take the first largest. Log probabilities are of the raw logits
 (see logprobs.py). NaN or infinite logits end their row with an error and touch no other.
 
 Shapes: N rows, V vocabulary.
@@ -192,14 +192,22 @@ def _logprob(row: Tensor, spec: SampleSpec, token_id: int) -> TokenLogprob | Non
     return token_logprob(row, norm, token_id, top=spec.top_logprobs, chosen=spec.logprob_token_ids)
 
 
+def _largest(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """Each row's first largest logit, and whether that is finite (NaN counts as largest).
+
+    By numpy, on this thread: torch would wake threads of its own for it.
+    """
+    values = (logits if logits.device.type == "cpu" else logits.cpu()).numpy()
+    ids = values.argmax(-1)
+    return ids.tolist(), np.isfinite(values[np.arange(len(ids)), ids]).tolist()
+
+
 def sample(logits: Tensor, specs: Sequence[SampleSpec], mask_of: MaskOf) -> list[Sampled]:
     """One outcome for each row of logits [N, V] float32; `logits` is not changed.
 
     `mask_of` may raise `OperatingError`: the row ends with its message.
     """
-    best, ids = logits.max(dim=-1)
-    finite = torch.isfinite(best).tolist()
-    greedy = ids.tolist()
+    greedy, finite = _largest(logits)
     out = []
     for i, spec in enumerate(specs):
         if not finite[i]:

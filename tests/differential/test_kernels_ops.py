@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from statewise.kernels import cpu_backend
 from statewise.kernels.cpu_backend import CpuOps
 from statewise.kernels.interface import Ops
 from statewise.kernels.reference import TorchOps
@@ -141,6 +142,20 @@ def test_linear(ops: Ops, dtype: torch.dtype) -> None:
                 wide_bias = None if bias is None else bias.double()
                 expected = TorchOps().linear(x.double(), weight.double(), wide_bias)
                 assert_near(ops.linear(x, ops.pack(weight), bias), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_the_linear_layers_numbers(
+    ops: Ops, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_backend, "MIN_PACKED_BYTES", 0)
+    for rows in (1, 3, 16, 33):
+        for dim, width in ((7, 1), (64, 47), (96, 208)):
+            x = random(rows, 2 * dim, dtype=dtype)[:, :dim]
+            weight = ops.pack(random(width, dim, dtype=dtype, seed=1))
+            logits = ops.logits(x, weight)
+            assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert torch.equal(logits, ops.linear(x, weight).to(logits.dtype))
 
 
 @needs_native

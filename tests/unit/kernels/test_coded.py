@@ -66,6 +66,7 @@ def test_products_are_bit_for_bit_those_of_the_matrix(
         ours = ops.linear(x, kept, bias)
         theirs = ops.linear(x, tiles, torch.cat([bias] * 64))[:, : shape[0]]
         assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
+        assert torch.equal(ops.logits(x, kept), ops.linear(x, kept).float())
 
 
 def test_several_matrices_become_one() -> None:
