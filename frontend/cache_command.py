@@ -106,11 +106,16 @@ def _import(args: argparse.Namespace) -> int:
         f"{report.num_new:,} pages are new, {report.num_known:,} were known, "
         f"{report.num_damaged:,} damaged"
     )
-    return 1 if report.num_damaged else 0
+    if report.lost_bytes:
+        print(f"{report.lost_bytes:,} bytes of {args.file} are no pages: it is damaged or cut off")
+    return 1 if report.num_damaged or report.lost_bytes else 0
 
 
 def _hours(text: str) -> float:
-    hours = float(text)
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = -1.0
     if not 0.0 <= hours < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no number of hours")
     return hours

@@ -13,6 +13,7 @@ stay sealed. This module prints nothing: `progress` is called with (done, total)
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from statewise.runtime.tiers.disk import DiskOptions, DiskTier
 from statewise.runtime.tiers.disk_index import FILE_NAME, DiskIndex, IndexUnusableError
 from statewise.runtime.tiers.disk_open import FORMAT_FILE, check_is_ours
 from statewise.runtime.tiers.disk_view import DiskView
-from statewise.runtime.tiers.extents import Extent, Extents
+from statewise.runtime.tiers.extents import EXTENT_HEADER_BYTES, Extent, Extents
 from statewise.runtime.tiers.files import Files, can_write
 from statewise.runtime.tiers.record import Header, RecordError, check_body
 from statewise.runtime.tiers.store import NO_HANDLE, TierError
@@ -75,8 +76,11 @@ def list_pages(directory: Path) -> dict[str, GroupListing]:
     check_is_ours(_existing(directory))
     try:
         index = DiskIndex(directory / FILE_NAME, read_only=True)
-    except IndexUnusableError as error:
-        raise TierError(f"the index of {directory} cannot be read: {error}") from error
+    except (IndexUnusableError, sqlite3.Error) as error:
+        raise TierError(
+            f"the index of {directory} cannot be read: {error}; "
+            "`statewise cache verify` makes it anew from the pages, as a server's start does"
+        ) from error
     groups: dict[str, GroupListing] = {}
     try:
         for row in index.pages():
@@ -223,11 +227,12 @@ class _SingleFile(Extents):
 
 @dataclass
 class ImportReport:
-    """What `import_pages` did."""
+    """What `import_pages` did. `lost_bytes`: of the file, where no page could be made out."""
 
     num_new: int = 0
     num_known: int = 0
     num_damaged: int = 0
+    lost_bytes: int = 0
 
 
 def import_pages(
@@ -235,8 +240,9 @@ def import_pages(
 ) -> ImportReport:
     """Take the whole pages of an exported file into a cache; the directory may be new.
 
-    Raises TierError for a file that is no export, and where the directory cannot be made or a
-    server has it. A directory is made only for a file that is an export.
+    Raises TierError for a file that is no export, and where the directory cannot be made, a
+    server has it, or it takes no more pages: what it took by then stays. A directory is made only
+    for a file that is an export.
     """
     files = Files()
     extents = _SingleFile(source, files)
@@ -245,28 +251,53 @@ def import_pages(
     except (RecordError, OSError) as error:
         raise TierError(f"{source} is no exported cache: {error}") from error
     report = ImportReport()
-    batch: list[tuple[Header, Bytes]] = []
     try:
         _make_directory(directory)
         with opened(directory, clock) as disk:
-            for header in extents.scan(extent):
-                progress(header.offset, extent.size_bytes)
-                if disk.find([header.page.address.key]) != [NO_HANDLE]:
-                    report.num_known += 1
-                    continue
-                body = _body_of(extents, extent, header)
-                if body is None:
-                    report.num_damaged += 1
-                    continue
+            batch: list[tuple[Header, Bytes]] = []
+            for header, body in _new_pages(disk, extents, extent, report, progress):
                 batch.append((header, body))
                 if sum(one.record_bytes for one, _ in batch) >= BATCH_BYTES:
-                    report.num_new += disk.take_records(batch)
+                    _take_in(disk, batch, report)
                     batch = []
-            report.num_new += disk.take_records(batch)
+            _take_in(disk, batch, report)
         progress(extent.size_bytes, extent.size_bytes)
     finally:
         extents.close()
     return report
+
+
+def _new_pages(
+    disk: DiskTier, extents: Extents, extent: Extent, report: ImportReport, progress: Progress
+) -> Iterator[tuple[Header, Bytes]]:
+    """Whole pages of a file that the cache has not; the others are counted."""
+    end = EXTENT_HEADER_BYTES
+    seen: set[bytes] = set()
+    for header in extents.scan(extent):
+        progress(header.offset, extent.size_bytes)
+        report.lost_bytes += header.offset - end
+        end = header.offset + header.record_bytes
+        key = header.page.address.key
+        if key in seen or disk.find([key]) != [NO_HANDLE]:
+            report.num_known += 1
+            continue
+        body = _body_of(extents, extent, header)
+        if body is None:
+            report.num_damaged += 1
+            continue
+        seen.add(key)
+        yield header, body
+    report.lost_bytes += extent.size_bytes - end
+
+
+def _take_in(disk: DiskTier, batch: list[tuple[Header, Bytes]], report: ImportReport) -> None:
+    taken = disk.take_records(batch)
+    report.num_new += taken
+    if taken < len(batch):
+        raise TierError(
+            f"{disk.directory} took {report.num_new:,} pages and then no more; "
+            "make room there and import again: known pages are left out"
+        )
 
 
 def _make_directory(directory: Path) -> None:

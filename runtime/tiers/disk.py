@@ -35,7 +35,7 @@ from statewise.runtime.tiers.disk_read import (
     MAX_RUN_BYTES,
     Buffers,
     Place,
-    read_run,
+    read_pages,
     read_stored,
     runs_of,
 )
@@ -212,6 +212,7 @@ class DiskTier:
             return 0
         payload_bytes = batch.payload_bytes
         try:
+            self._opened.lock.check()
             written = self._write(batch)
         except (OSError, sqlite3.Error) as error:
             self._counters.add("refused", len(batch))
@@ -248,6 +249,7 @@ class DiskTier:
             if self._opened is None or not rows:
                 return
             try:
+                self._opened.lock.check()
                 for row in rows:
                     self._extents.blank(row.extent, row.offset)
                 self._flush()
@@ -273,8 +275,9 @@ class DiskTier:
     def _abandon(self) -> None:
         """Write no more to an extent of which a write failed: what is on the medium is unknown."""
         current, self._current = self._current, None
-        if current is not None:
+        if current is not None and self._opened is not None:
             with contextlib.suppress(OSError):
+                self._opened.lock.check()
                 self._extents.seal(current)
 
     # ---------------------------------------------------------------- room
@@ -336,7 +339,7 @@ class DiskTier:
         before = self._extents.total_bytes
         with self._write_lock:
             self._counters.add("expired", self._catalog.remove(self._catalog.expired(), Loss.AGE))
-            if self._opened is None:
+            if self._opened is None or not self._opened.lock.is_current():
                 return 0
             for extent in self._extents.all():
                 live, _ = self._catalog.extent_use(extent.id)
@@ -353,7 +356,7 @@ class DiskTier:
         if self._opened is None or not self._health.may_read():
             return results
         for run in runs_of(self._places(handles)):
-            found = read_run(self._extents, self.bodies, self._buffers, run)
+            found = read_pages(self._extents, self.bodies, self._buffers, run)
             num_pages = num_bytes = 0
             for place, result in zip(run, found, strict=True):
                 handle = handles[place.index]
@@ -461,6 +464,7 @@ class DiskTier:
             if opened is None:
                 return
             try:
+                opened.lock.check()
                 if self._current is not None:
                     self._extents.seal(self._current)
                 self._flush()

@@ -27,6 +27,7 @@ from statewise.runtime.tiers.record import (
     decode_header,
 )
 
+MAX_FAILURES = 4  # pages of one run, before the others are taken to fail as well
 MAX_RUN_BYTES = 4 << 20  # headers included: one read; larger ones fill colder memory
 
 
@@ -85,6 +86,30 @@ def runs_of(places: Sequence[Place]) -> Iterator[list[Place]]:
         follows = (extent, offset + record_bytes)
     if run:
         yield run
+
+
+def read_pages(
+    extents: Extents, bodies: Bodies, buffers: Buffers, run: Sequence[Place]
+) -> list[Result]:
+    """`read_run`, and where that fails each page by itself: one bad place costs its own page.
+
+    What cannot be read between others that can is damaged. Where the first `MAX_FAILURES` all
+    fail, the medium is taken to, and is asked no more.
+    """
+    results = read_run(extents, bodies, buffers, run)
+    if len(run) == 1 or not all(map(_is_unreadable, results)):
+        return results
+    for i, place in enumerate(run):
+        results[i : i + 1] = read_run(extents, bodies, buffers, [place])
+        if i + 1 == MAX_FAILURES and all(map(_is_unreadable, results)):
+            return results
+    if all(map(_is_unreadable, results)):
+        return results
+    return [RecordError("unreadable", str(r)) if _is_unreadable(r) else r for r in results]
+
+
+def _is_unreadable(result: Result) -> bool:
+    return isinstance(result, OSError) and not isinstance(result, FileNotFoundError)
 
 
 def read_run(

@@ -158,16 +158,11 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        is_current = False
-        while not is_current:
+        self._fd = -1
+        while not self.is_current():
+            self.release()
             self._fd, self._is_new = self._open()
             self._take(directory)
-            try:
-                is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
-            except FileNotFoundError:
-                is_current = False
-            if not is_current:
-                os.close(self._fd)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -184,13 +179,25 @@ class DirectoryLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._fd)
+            self.release()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise TierError(
                 f"the cache directory {directory} is in use by process {owner}; "
                 "give each server a directory of its own"
             ) from error
+
+    def is_current(self) -> bool:
+        """Whether the directory is still the one that was locked: not wiped, nor made anew."""
+        try:
+            return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """OSError where it is not: what lies there now may be another's."""
+        if not self.is_current():
+            raise OSError(errno.ESTALE, f"{self._path.parent} was removed, or made anew by others")
 
     def withdraw(self) -> None:
         """Give the directory up and leave no lock file that was not there before. Idempotent."""

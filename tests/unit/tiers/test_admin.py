@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,50 @@ def test_damaged_pages_are_not_imported(
     flip_bit(file, 8 * (4096 + 8192 + 4096 + 9))
     assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 1
     assert "7 pages are new, 0 were known, 1 damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("change", "num_pages"), [("cut", 6), ("header", 7)])
+def test_an_export_that_lost_pages_is_told(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, num_pages: int
+) -> None:
+    """What has no header any more is no damaged page, but must not go unsaid."""
+    file = tmp_path / "pages.swx"
+    assert main(["cache", "export", str(cache), str(file)]) == 0
+    if change == "cut":
+        os.truncate(file, 4096 + 6 * 8192 + 5000)
+    else:
+        flip_bit(file, 8 * (4096 + 8192 + 100))
+    assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 1
+    out = capsys.readouterr().out
+    assert f"{num_pages} pages are new, 0 were known, 0 damaged" in out
+    assert f"{5000 if change == 'cut' else 8192:,} bytes of {file} are no pages" in out
+
+
+def test_an_import_that_does_not_fit_fails(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pages.swx"
+    assert main(["cache", "export", str(cache), str(file)]) == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "took 0 pages and then no more; make room there" in capsys.readouterr().err
+    assert main(["cache", "import", str(tmp_path / "d"), str(file)]) == 0
+    assert "8 pages are new" in capsys.readouterr().out
+
+
+def test_ls_of_a_lost_index_names_what_mends_it(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache / "index.sqlite").unlink()
+    assert main(["cache", "ls", str(cache)]) == 2
+    assert "`statewise cache verify` makes it anew" in capsys.readouterr().err
+    assert main(["cache", "verify", str(cache)]) == 0
+    assert main(["cache", "ls", str(cache)]) == 0
+    assert "8 pages" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("hours", ["-1", "nan", "inf", "x"])

@@ -7,11 +7,12 @@ import logging
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from statewise.runtime.tiers.buffers import Bytes
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.disk_index import FILE_NAME
 from statewise.runtime.tiers.files import Files
@@ -355,6 +356,56 @@ def test_unreadable_pages_are_failures_and_then_the_tier_is_offline(
     disk.close()
 
 
+class BadPlace(Files):
+    """Reads that touch one page of the medium fail, as over a bad sector."""
+
+    bad_at = 0
+    num_failed = 0
+
+    def read(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        size = sum(buffer.size for buffer in buffers)
+        if offset <= self.bad_at < offset + size:
+            self.num_failed += 1
+            raise OSError(errno.EIO, "injected")
+        return super().read(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_bad_place_costs_its_own_page_and_is_not_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """F1: a run of neighbours is one read, but not one loss, and no reason to go offline."""
+    files = BadPlace()
+    disk = open_disk(tmp_path / "c", files=files)
+    where = addresses(count)
+    handles = store_pages(disk, where)
+    files.bad_at = 4096 + RECORD + 5000
+    wanted = [Outcome.OK, Outcome.CORRUPT, *[Outcome.OK] * (count - 2)]
+    with caplog.at_level(logging.WARNING):
+        assert check_fetch(disk, handles, where, FULL) == wanted
+        assert disk.status().state == "online"
+        assert not caplog.records
+    assert disk.status().counters["corrupt_unreadable"] == 1
+    num_failed = files.num_failed
+    assert check_fetch(disk, handles, where, FULL).count(Outcome.OK) == count - 1
+    assert files.num_failed == num_failed, "it was dropped"
+    assert NO_HANDLE not in store_pages(disk, where[1:2]), "and may be written elsewhere"
+    assert check_fetch(disk, disk.find([a.key for a in where]), where, FULL) == [Outcome.OK] * count
+    disk.close()
+
+
+def test_a_medium_that_is_gone_is_not_asked_for_every_page(tmp_path: Path) -> None:
+    files = FaultyFiles(10**9, errno.EIO, kinds=("read",), then=10**6)
+    disk = open_disk(tmp_path / "c", files=files)
+    where = addresses(60)
+    handles = store_pages(disk, where)
+    before = files.fail_at = files.num_calls
+    assert check_fetch(disk, handles, where, FULL) == [Outcome.FAILED] * 60
+    assert files.num_calls - before < 8
+    assert disk.status().state == "offline"
+    disk.close()
+
+
 def test_a_vanished_directory_is_no_error(tmp_path: Path, where: list[PageAddress]) -> None:
     disk = open_disk(tmp_path / "c", extent=64 << 10)
     handles = store_pages(disk, where)
@@ -366,3 +417,27 @@ def test_a_vanished_directory_is_no_error(tmp_path: Path, where: list[PageAddres
     assert store_pages(disk, addresses(20, seed=3)) == [NO_HANDLE] * 20
     assert disk.status().state == "read only"
     disk.close()
+
+
+def test_a_directory_that_others_made_anew_is_left_to_them(tmp_path: Path) -> None:
+    """F20: a cache that was wiped and taken by another server while its first owner still runs."""
+    clock = ManualClock()
+    where, others = addresses(12), addresses(12, seed=1)
+    first = open_disk(tmp_path / "c", budget=128 << 10, extent=64 << 10, clock=clock)
+    store_pages(first, where)
+    shutil.rmtree(tmp_path / "c")
+    second = open_disk(tmp_path / "c", budget=128 << 10, extent=64 << 10)
+    handles = store_pages(second, others)
+    before = {path.name: path.stat().st_size for path in (tmp_path / "c" / "extents").iterdir()}
+    for seed in range(2, 8):  # enough to seal, evict and delete
+        assert store_pages(first, addresses(4, seed=seed)) == [NO_HANDLE] * 4
+        clock.now += 61
+    first.withdraw([address.key for address in where])
+    assert first.collect() == 0
+    first.close()
+    after = {path.name: path.stat().st_size for path in (tmp_path / "c" / "extents").iterdir()}
+    assert after == before
+    assert check_fetch(second, handles, others, FULL) == [
+        Outcome.MISSING if handle == NO_HANDLE else Outcome.OK for handle in handles
+    ]
+    second.close()
