@@ -263,6 +263,84 @@ def test_every_byte_of_a_header_matters(folder: Path, kind: type[ArrayBlocks]) -
     flips(folder, range(4096), [], kind)
 
 
+ODD = [  # sizes that fit neither words, lines, sectors nor the pieces that are read at a time
+    GroupShape("bytes", FULL.stamp, 1, 1, 4, 1),
+    GroupShape("odd", FULL.stamp, 3, 1001, 4, 1),
+    GroupShape("large", FULL.stamp, 3, 350_003, 4, 1),
+    GroupShape("long-header", FULL.stamp, 700, 73, 4, 1),
+    GroupShape("n" * 5000, FULL.stamp, 2, 4096, 4, 2),
+]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("shape", ODD, ids=lambda shape: shape.name[:12])
+@pytest.mark.parametrize("direct", [True, False])
+def test_pages_of_any_size_come_back(
+    folder: Path, kind: type[ArrayBlocks], shape: GroupShape, direct: bool
+) -> None:
+    """What is read ahead ends within the file, and at the last extent's last byte."""
+    count = 5
+    disk = open_disk(folder / "c", shapes=[shape], extent=3 << 20, files=Files(direct))
+    where = addresses(count, shape)
+    handles = store_pages(disk, where, shape)
+    disk.close()
+    disk = open_disk(folder / "c", shapes=[shape], extent=3 << 20, files=Files(direct))
+    handles = disk.find([address.key for address in where])
+    blocks = kind([shape], count + 1)
+    copier = Copier([shape], blocks, ManualClock())
+    wanted = [LoadPage(0, count - i, handles[i], where[i].key) for i in range(count)]
+    for step in copier.load(disk, wanted):
+        assert all(result.outcome is Outcome.OK for result in step.run())
+    for i, address in enumerate(where):
+        assert (blocks.pools[0][count - i] == payload_of(address, shape)).all()
+    assert (blocks.pools[0][0] == 0xEE).all(), "nobody's block"
+    counters = disk.status().counters
+    assert counters["pages_read"] == count
+    assert counters["bytes_read"] == count * shape.block_bytes
+    assert not counters.get("corrupt")
+    if isinstance(blocks, NativeBlocks):
+        assert blocks.num_reads
+    disk.close()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_cut_at_every_sector(folder: Path, kind: type[ArrayBlocks]) -> None:
+    """Truncation under open files: what is left comes back, what is not is never handed over."""
+    loads = Loads(folder / "c", kind=kind)
+    size = 4096 + 4 * 8192
+    for length in range(size, -1, -512):
+        Files().truncate(loads.path, length)
+        whole = max(0, length - 4096) // 8192
+        assert loads.load([0, 1, 2, 3]) == [Outcome.OK] * whole + [Outcome.CORRUPT] * (4 - whole)
+        for page in range(whole, 4):
+            loads.know_again(page)
+    loads.disk.close()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("body_only", [False, True])
+def test_a_record_in_anothers_place_is_not_loaded(
+    folder: Path, kind: type[ArrayBlocks], body_only: bool
+) -> None:
+    """Swapped, and duplicated: a whole record, or its body under another's header."""
+    loads = Loads(folder / "c", kind=kind)
+    whole = loads.path.read_bytes()
+    skip = 4096 if body_only else 0
+    for a, b in [(0, 1), (3, 1), (2, 2)]:
+        data = bytearray(whole)
+        for to, source in ((a, b), (b, a)) if a != b else ((0, 3),):
+            start, other = 4096 + to * 8192, 4096 + source * 8192
+            data[start + skip : start + 8192] = whole[other + skip : other + 8192]
+        loads.path.write_bytes(data)
+        moved = {a, b} if a != b else {0}
+        found = loads.load([0, 1, 2, 3])
+        assert {i for i in range(4) if found[i] is Outcome.CORRUPT} == moved
+        assert found.count(Outcome.OK) == 4 - len(moved)
+        for page in moved:
+            loads.know_again(page)
+    loads.disk.close()
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_pages_are_read_together_and_counted(folder: Path, kind: type[ArrayBlocks]) -> None:
     loads = Loads(folder / "c", 8, kind=kind)
