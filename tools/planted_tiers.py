@@ -110,6 +110,20 @@ TIER_MUTANTS: tuple[Mutant, ...] = (
         ("tests/unit/tiers/test_disk_plain.py",),
     ),
     Mutant(
+        "f1 a bad place costs all pages that are read with it",
+        "runtime/tiers/disk_read.py",
+        "    if len(run) == 1 or not all(map(_is_unreadable, results)):\n",
+        "    if run:\n",
+        ("tests/unit/tiers/test_disk_faults.py",),
+    ),
+    Mutant(
+        "f20 a writer does not notice that its directory is another's by now",
+        "runtime/tiers/files.py",
+        "return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())",
+        "return self._fd >= 0",
+        ("tests/unit/tiers/test_disk_faults.py",),
+    ),
+    Mutant(
         "f22 digests of a native load are not compared",
         "runtime/tiers/disk_plain.py",
         "good: list[bool] = (stored == landed).all(axis=1).tolist()",

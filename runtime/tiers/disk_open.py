@@ -87,7 +87,9 @@ def open_directory(directory: Path, files: Files, bodies: Bodies, counters: Coun
         files.make_directory(directory)
         lock = DirectoryLock(directory)
     except OSError as error:
-        raise TierError(f"disk cache directory {directory}: {error}") from error
+        raise TierError(
+            f"disk cache directory {directory}: {error}; name one that can be made and written"
+        ) from error
     try:
         check_is_ours(directory)
     except BaseException:
