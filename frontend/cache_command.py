@@ -81,7 +81,8 @@ def _gc(args: argparse.Namespace) -> int:
     from statewise.runtime.clock import SystemClock
     from statewise.runtime.tiers.admin import collect
 
-    given_back = collect(args.directory, SystemClock(), args.ttl_hours * 3600)
+    with _bar() as progress:
+        given_back = collect(args.directory, SystemClock(), args.ttl_hours * 3600, progress)
     print(f"{_mib(given_back)} given back")
     return 0
 

@@ -149,10 +149,10 @@ def verify(directory: Path, clock: Clock, progress: Progress = _quiet) -> Verify
     return report
 
 
-def collect(directory: Path, clock: Clock, ttl_s: float = 0.0) -> int:
+def collect(directory: Path, clock: Clock, ttl_s: float = 0.0, progress: Progress = _quiet) -> int:
     """Drop pages older than `ttl_s` (0: none), compact; returns the bytes given back."""
     with opened(_existing(directory), clock, ttl_s) as disk:
-        given_back = disk.collect()
+        given_back = disk.collect(progress)
         disk.compact_index()
         return given_back
 

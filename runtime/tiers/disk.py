@@ -19,7 +19,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -334,17 +334,23 @@ class DiskTier:
                 self._failed(handle, row, error)
         return batch
 
-    def collect(self) -> int:
-        """Drop expired pages and compact sparse extents; returns the bytes given back."""
+    def collect(self, progress: Callable[[int, int], None] = lambda _done, _total: None) -> int:
+        """Drop expired pages and compact sparse extents; returns the bytes given back.
+
+        `progress` is called with counts of extents: done, in all.
+        """
         before = self._extents.total_bytes
         with self._write_lock:
             self._counters.add("expired", self._catalog.remove(self._catalog.expired(), Loss.AGE))
             if self._opened is None or not self._opened.lock.is_current():
                 return 0
-            for extent in self._extents.all():
+            extents = self._extents.all()
+            for done, extent in enumerate(extents):
+                progress(done, len(extents))
                 live, _ = self._catalog.extent_use(extent.id)
                 if extent is not self._current and live < SPARSE_SHARE * extent.size_bytes:
                     self._evict(extent, -1.0)
+            progress(len(extents), len(extents))
             self._flush()
         return before - self._extents.total_bytes
 

@@ -211,10 +211,10 @@ class Extents:
             if extent.fd < 0:
                 extent.fd = self._files.open(extent.path)
                 self._open[number] = extent
-                self._close_surplus()
             elif number in self._open:
                 self._open.move_to_end(number)
-            extent.readers += 1
+            extent.readers += 1  # before others are closed: not this one
+            self._close_surplus()
             return extent
 
     def release(self, extent: Extent) -> None:

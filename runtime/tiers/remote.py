@@ -17,19 +17,22 @@ ones. This module does not verify payloads' digests: they are checked where they
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from statewise.radix.segment import Tier
 from statewise.runtime.clock import Clock
 from statewise.runtime.tiers.body import Bodies, check_content
 from statewise.runtime.tiers.buffers import Arena, Row
 from statewise.runtime.tiers.connections import Connections
+from statewise.runtime.tiers.files import DIRECTORY_MODE
 from statewise.runtime.tiers.health import RETRY_S, Health
 from statewise.runtime.tiers.known import KnownPages
 from statewise.runtime.tiers.page import ALIGNMENT, GroupShape, PageAddress, PageRecord
@@ -87,6 +90,7 @@ def open_url(url: str, settings: Mapping[str, str] | None = None) -> Any:
     plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     try:
         if parts.scheme == "file":
+            _make_private(Path(unquote(parts.path)))
             return stores.from_url(plain, mkdir=True)
         insecure = str(chosen.get("endpoint", "")).startswith("http://")
         return stores.from_url(
@@ -101,6 +105,16 @@ def open_url(url: str, settings: Mapping[str, str] | None = None) -> Any:
         )
     except Exception as error:  # the package's own errors, which are not importable everywhere
         raise TierError(f"remote cache {plain}: {_first_line(error)}") from error
+
+
+def _make_private(folder: Path) -> None:
+    """Make a shared folder that only its owner may look into; one that is there stays as it is.
+
+    The store makes files that others may read, so the directory around them is closed.
+    """
+    folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # one that cannot be written gets no files either
+        (folder / OBJECTS).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
 
 def _first_line(error: Exception) -> str:

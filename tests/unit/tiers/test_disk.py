@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from statewise.runtime.tiers import extents as extents_module
 from statewise.runtime.tiers.body import Bodies, Keys
 from statewise.runtime.tiers.disk_index import FILE_NAME, DiskIndex
 from statewise.runtime.tiers.page import GroupShape
@@ -361,4 +362,25 @@ def test_both_groups_share_extents(tmp_path: Path) -> None:
     store_pages(disk, addresses(3))
     store_pages(disk, addresses(3, WINDOW), WINDOW)
     assert len(list((tmp_path / "c" / "extents").iterdir())) == 1
+    disk.close()
+
+
+def test_a_file_that_was_just_opened_is_not_closed_for_want_of_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other files are being read: more stay open than are kept otherwise."""
+    disk = open_disk(tmp_path / "c", extent=32 << 10)
+    store_pages(disk, addresses(12))
+    disk.close()
+    monkeypatch.setattr(extents_module, "MAX_OPEN", 2)
+    disk = open_disk(tmp_path / "c", extent=32 << 10)
+    extents = disk._extents
+    numbers = [extent.id for extent in extents.all()][:4]
+    leased = [extents.lease(number) for number in numbers]
+    assert len(leased) == 4
+    assert all(extent.fd >= 0 for extent in leased)
+    for extent in leased:
+        extents.release(extent)
+    extents.release(extents.lease(numbers[0]))
+    assert sum(extent.fd >= 0 for extent in extents.all()) == 2
     disk.close()

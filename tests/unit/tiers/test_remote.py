@@ -176,3 +176,25 @@ def test_probes_are_transfers(objects: Any) -> None:
     assert found[0].tier is Tier.REMOTE
     tiers.close()
     writer.close()
+
+
+@pytest.mark.parametrize("was_there", ["nothing", "folder", "all"])
+def test_a_shared_folder_is_its_owners_alone_unless_it_was_made_otherwise(
+    tmp_path: Path, was_there: str
+) -> None:
+    """Prompts can be read out of state: no other user of the machine may look at it."""
+    folder = tmp_path / "shared folder"
+    if was_there != "nothing":
+        (folder / "v1" if was_there == "all" else folder).mkdir(parents=True)
+        folder.chmod(0o755)
+    if was_there == "all":
+        (folder / "v1").chmod(0o770)
+    remote = remote_of(open_url(folder.as_uri()))
+    where = addresses(2)
+    assert check_fetch(remote, store_pages(remote, where), where, FULL) == [Outcome.OK] * 2
+    remote.close()
+    assert (folder / object_name(where[0].key)).is_file()
+    modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "v1")]
+    assert modes == {
+        "nothing": [0o700, 0o700], "folder": [0o755, 0o700], "all": [0o755, 0o770],
+    }[was_there]  # fmt: skip
