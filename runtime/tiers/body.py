@@ -63,6 +63,11 @@ def read_key_file(path: Path) -> Keys:
         raise TierError(f"cache key file: {error}") from error
     if mode & 0o077:
         raise TierError(f"cache key file {path} can be read by others: chmod 600 it")
+    if len(master) != KEY_FILE_BYTES:
+        raise TierError(
+            f"cache key file {path} has {len(master)} bytes, not {KEY_FILE_BYTES}; "
+            f"make one: head -c {KEY_FILE_BYTES} /dev/urandom > FILE && chmod 600 FILE"
+        )
     return Keys(master)
 
 

@@ -119,7 +119,7 @@ def test_key_files_are_private_and_of_the_right_length(tmp_path: Path) -> None:
     path.chmod(0o600)
     assert read_key_file(path).secret != KEYS.secret
     path.write_bytes(bytes(31))
-    with pytest.raises(TierError, match="32 bytes"):
+    with pytest.raises(TierError, match="has 31 bytes, not 32; make one"):
         read_key_file(path)
 
 
