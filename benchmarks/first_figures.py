@@ -227,6 +227,11 @@ async def measure(bench: Bench, quick: bool) -> list[Figure]:
     return figures
 
 
+def weight_bytes_of(server_info: dict[str, Any], facts: ModelFacts) -> int:
+    """What a token reads of weights: what the kernels laid out themselves, else plain matrices."""
+    return int(server_info["model"]["packed_weight_bytes"]) or 2 * facts.num_params
+
+
 def add_limits(
     figures: list[Figure], facts: ModelFacts, limits: dict[str, float], weight_bytes: int
 ) -> None:
@@ -307,8 +312,7 @@ def main(argv: list[str]) -> int:
         asyncio.run(bench.ask(bench.prompt(64), 8))  # the first request warms buffers
         figures = asyncio.run(measure(bench, args.quick))
         info = asyncio.run(server.info())
-        # What the kernels laid out themselves; else plain matrices.
-        weight_bytes = info.get("packed_weight_bytes") or 2 * facts.num_params
+        weight_bytes = weight_bytes_of(info, facts)
         figures += memory_figures(idle, server.figures(), weight_bytes)
         figures.append(Figure("start to ready", "s", [server.start_s], goal="<= 10"))
     add_limits(figures, facts, limits, weight_bytes)
