@@ -159,6 +159,21 @@ TIER_MUTANTS: tuple[Mutant, ...] = (
         (f"{DEMOTED}::test_a_damaged_block_is_not_copied_out_where_checksums_are_kept",),
     ),
     Mutant(
+        "history goes down before what is evicted first",
+        DEMOTION,
+        "self._copy_trailing(left) if self._perishable else self._copy_history(left)",
+        "self._copy_history(left) if self._paths else self._copy_trailing(left)",
+        (DEMOTED,),
+    ),
+    Mutant(
+        "copies that were called off are forgotten",
+        DEMOTION,
+        "            if transfer.is_cancelled and transfer.num_ok < transfer.num_pages:\n"
+        "                again()\n",
+        "",
+        (DEMOTED,),
+    ),
+    Mutant(
         "f12 a block that was freed during its copy counts as copied",
         DEMOTION,
         "if self._pools[page.group].generations[page.block] == generation:",

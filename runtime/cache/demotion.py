@@ -1,15 +1,19 @@
 """Copies of cached state into slower tiers, made before the device needs the room.
 
     a request ends    its path is queued
-    tick              the next pages of the first path: pinned, copied, unpinned when the copy ended
+    tick              the next pages: pinned, copied, unpinned when the copy ended
     few blocks free   with nothing queued, the paths that would be evicted first
+
+What a resume needs beside history, windows and snapshots, is evicted first and without it history
+is worth nothing: of all paths it goes first, from the end backwards, and then history path by path.
 
 Copies go to the fastest tier, which passes them on; what would push its own predecessors out of a
 small host goes straight to the tier behind it (`host_room`).
 
 What has a copy is evicted for nothing. What has none, because the write-behind was full or the
 tier refused, is evicted all the same: nobody waits for a copy. Pins never hold more than a share of
-a pool, and `yield_blocks` gives up what has not begun as soon as a running request is short.
+a pool, and `yield_blocks` gives up what has not begun as soon as a running request is short: it
+gets its turn again later.
 
 This module does not evict, and runs on the control plane's thread.
 """
@@ -17,7 +21,9 @@ This module does not evict, and runs on the control plane's thread.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -51,17 +57,19 @@ YIELD_PAUSE_S = 0.05  # after blocks were needed
 LOOK_PAUSE_S = 0.1  # after a look ahead that found nothing to copy
 
 
-@dataclass
+@dataclass(eq=False)
 class Path:
     """A path of the tree to copy, from page `at` on.
 
-    `resume_at`: a position at which the same prompt would resume; 0 for none.
+    `resume_at`: a position at which the same prompt would resume; 0 for none. History has been
+    copied up to page `at`, windows and snapshots from page `below` on (None: none yet).
     """
 
     namespace: Namespace
     key: TokenKey
     resume_at: int
     at: int = 0
+    below: int | None = None
 
 
 class Demotion:
@@ -84,6 +92,7 @@ class Demotion:
         self._schema = tree.schema
         self.room = HostRoom(tree.schema, tiers, clock)
         self._target = self.room.target
+        self._perishable: deque[Path] = deque()  # of which windows and snapshots are left
         self._paths: deque[Path] = deque()
         self._open: set[Transfer] = set()
         self._copying: set[bytes] = set()  # keys of pages in open copies
@@ -95,7 +104,12 @@ class Demotion:
     @property
     def is_busy(self) -> bool:
         """Whether a tick may find something to do."""
-        return bool(self._paths) and self._clock.monotonic() >= self._paused_until_s
+        return self.has_more and self._clock.monotonic() >= self._paused_until_s
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is queued, be it after a pause."""
+        return bool(self._paths or self._perishable)
 
     def note(self, namespace: Namespace, key: TokenKey, resume_at: int = 0) -> None:
         """State along this path is worth a copy.
@@ -105,12 +119,15 @@ class Demotion:
         """
         if namespace.exact:
             return
-        self._paths.append(Path(namespace, key, resume_at))
-        if len(self._paths) > MAX_PATHS:
-            self._paths.popleft()
+        path = Path(namespace, key, resume_at)
+        for queue in (self._perishable, self._paths):
+            queue.append(path)
+            if len(queue) > MAX_PATHS:
+                queue.popleft()
 
     def forget_paths(self) -> None:
         """Nothing that was queued is to be copied."""
+        self._perishable.clear()
         self._paths.clear()
 
     def yield_blocks(self) -> bool:
@@ -131,20 +148,11 @@ class Demotion:
         decoding = self._tiers.engine.decoding
         if decoding and sum(copy.size_bytes for copy in self._open) >= QUEUED_BESIDE_ROWS:
             return
-        if not self._paths:
+        if not self._paths and not self._perishable:
             self._look_ahead()
         left = PAGES_BESIDE_ROWS if decoding else PAGES_PER_TICK
-        while self._paths and left > 0:
-            path = self._paths[0]
-            match = self._tree.match(path.namespace, path.key)
-            end = min(path.at + left, match.logical_pages)
-            left -= max(end - path.at, 1)
-            self._is_full = not self._copy(match, path, end)
-            if self._is_full:
-                return
-            path.at = end
-            if end >= match.logical_pages:
-                self._paths.popleft()
+        while left > 0 and not self._is_full and (self._perishable or self._paths):
+            left -= self._copy_trailing(left) if self._perishable else self._copy_history(left)
 
     def _look_ahead(self) -> None:
         """Queue what would be evicted first, where room is getting short, now and then."""
@@ -167,18 +175,63 @@ class Demotion:
 
     # ---------------------------------------------------------------- copying
 
-    def _copy(self, match: Match, path: Path, end: int) -> bool:
-        """Copy pages up to `end` and, with the last, the snapshots; False: not now."""
+    def _copy_trailing(self, most: int) -> int:
+        """Copy snapshots, and about `most` window pages of the first path; how many there were."""
+        path = self._perishable[0]
+        match = self._tree.match(path.namespace, path.key)
         names = self._stored.names(match.namespace, match.key)
+        is_first = path.below is None
+        end = match.logical_pages if path.below is None else path.below
+        lasting = {
+            group: lasting_pages(match, group, path.resume_at)[:end]
+            for group, spec in enumerate(self._schema.groups)
+            if spec.kind.is_window
+        }
+        none = np.empty(0, dtype=np.int64)
+        places = np.sort(np.concatenate([none, *map(np.flatnonzero, lasting.values())]))
+        start = int(places[-most]) if len(places) > most else 0
+        pages = self._snapshots(match, names) if is_first else []
+        for group, kept in lasting.items():
+            pages += self._pages(match, names, group, start, kept[start:])
+        if self._copy(pages, partial(self._trailing_again, path)):
+            path.below = start
+            if not start:
+                self._perishable.popleft()
+        return min(len(places), most)
+
+    def _copy_history(self, most: int) -> int:
+        """Copy at most `most` pages of the first path; how many were looked at."""
+        path = self._paths[0]
+        match = self._tree.match(path.namespace, path.key)
+        names = self._stored.names(match.namespace, match.key)
+        end = min(path.at + most, match.logical_pages)
         pages: list[DevicePage] = []
         for group in sources_first(self._schema):
-            if not self._schema.groups[group].kind.is_snapshot:
-                lasting = lasting_pages(match, group, path.resume_at)[path.at : end]
+            if self._schema.groups[group].kind.is_history:
+                lasting = lasting_pages(match, group)[path.at : end]
                 pages += self._pages(match, names, group, path.at, lasting)
-        if end >= match.logical_pages:
-            pages += self._snapshots(match, names)
+        count = max(end - path.at, 1)
+        if self._copy(pages, partial(self._history_again, path, path.at)):
+            path.at = end
+            if end >= match.logical_pages:
+                self._paths.popleft()
+        return count
+
+    def _trailing_again(self, path: Path) -> None:
+        path.below = None
+        if path not in self._perishable:
+            self._perishable.append(path)
+
+    def _history_again(self, path: Path, at: int) -> None:
+        path.at = min(path.at, at)
+        if path not in self._paths:
+            self._paths.append(path)
+
+    def _copy(self, pages: list[DevicePage], again: Callable[[], None]) -> bool:
+        """Queue copies of what has none; False: not now. `again`: they were called off."""
         parts = self.room.split(self._without_known(self._target, pages))
-        return all(self._submit(tier, part) for tier, part in parts)
+        self._is_full = not all(self._submit(tier, part, again) for tier, part in parts)
+        return not self._is_full
 
     def _pages(
         self, match: Match, names: Names, group: int, start: int, wanted: Bool
@@ -218,7 +271,7 @@ class Demotion:
         known = zip(pages, handles, strict=True)
         return [page for page, handle in known if handle == NO_HANDLE]
 
-    def _submit(self, tier: Tier, pages: list[DevicePage]) -> bool:
+    def _submit(self, tier: Tier, pages: list[DevicePage], again: Callable[[], None]) -> bool:
         if tier is not self._target:
             pages = self._without_known(tier, pages)
         if not pages:
@@ -238,6 +291,8 @@ class Demotion:
             self._is_full = False
             self._ended(transfer, pages, generations)
             self._pin(by_group, -1)
+            if transfer.is_cancelled and transfer.num_ok < transfer.num_pages:
+                again()
 
         self._pin(by_group, 1)
         transfer = self._tiers.demote(tier, pages, ended)

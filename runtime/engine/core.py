@@ -320,7 +320,7 @@ class EngineCore:
         if self.cache.tiering is not None:
             self.cache.tiering.set_decoding(False)
             self.cache.tiering.poll()
-            copies = self.cache.tiering.is_busy
+            copies = self.cache.tiering.is_busy or self.cache.tiering.demotion.has_more
         limit = self.args.patrol_blocks
         return (limit > 0 and self.cache.patrol.step(limit) > 0) or copies
 

@@ -307,3 +307,48 @@ def test_state_of_weights_that_are_gone_is_not_copied() -> None:
     scene.settle()
     assert scene.num_stored("full") == 0
     np.testing.assert_array_equal(scene.store().find([_key_of_page(scene, 0)]), [-1])
+
+
+@pytest.mark.parametrize("shape", ["FW", "FR", "HFC"])
+def test_what_a_resume_needs_beside_history_is_copied_first(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is evicted first, and history that came down without it was worth nothing."""
+    for name in ("PAGES_PER_TICK", "PAGES_BESIDE_ROWS"):
+        monkeypatch.setattr(demotion, name, 4)
+    scene = Scene(shape, blocks=300, host_pages=300)
+    for rid, prompt in (("first", LONG), ("second", [7, *LONG])):
+        scene.serve(rid, prompt)
+    for _ in range(6):
+        scene.tiering.poll()
+        scene.run_io()
+    groups = scene.schema.groups
+    trailing = [spec.name for spec in groups if not spec.kind.is_history]
+    history = [spec.name for spec in groups if spec.kind.is_history]
+    early = {name: scene.num_stored(name) for name in trailing}
+    assert all(scene.num_stored(name) < 100 for name in history), "most of it is still to come"
+    scene.settle()
+    assert all(scene.num_stored(name) > 200 for name in history)
+    assert early == {name: scene.num_stored(name) for name in trailing}
+    assert any(early.values())
+
+
+@pytest.mark.parametrize("shape", ["F", "FW", "FR"])
+def test_copies_that_were_called_off_get_their_turn_again(shape: str) -> None:
+    """Blocks that a request was short of cost a prompt parts of its history for good."""
+    scene = Scene(shape, step_bytes=1)
+    scene.serve("first", PROMPT)
+    scene.core.idle()
+    assert scene.io.run_one()
+    assert scene.cache.tiering is not None
+    assert scene.tiering.demotion.yield_blocks()
+    scene.run_io()
+    assert scene.num_stored("full") <= 1
+    assert scene.core.idle(), "there is more to do, soon"
+    scene.clock.pass_time(1.1)
+    scene.settle()
+    assert scene.num_stored("full") == FULL_PAGES + 1
+    scene.forget_device()
+    again = scene.serve("again", PROMPT)
+    assert again.report is not None
+    assert again.report.loaded == 4 * FULL_PAGES
