@@ -166,6 +166,13 @@ TIER_MUTANTS: tuple[Mutant, ...] = (
         (DEMOTED,),
     ),
     Mutant(
+        "history goes down from its front",
+        DEMOTION,
+        "start = max(end - most, 0)",
+        "start = max(match.logical_pages - end, 0)",
+        (DEMOTED,),
+    ),
+    Mutant(
         "copies that were called off are forgotten",
         DEMOTION,
         "            if transfer.is_cancelled and transfer.num_ok < transfer.num_pages:\n"

@@ -4,8 +4,9 @@
     tick              the next pages: pinned, copied, unpinned when the copy ended
     few blocks free   with nothing queued, the paths that would be evicted first
 
-What a resume needs beside history, windows and snapshots, is evicted first and without it history
-is worth nothing: of all paths it goes first, from the end backwards, and then history path by path.
+First goes what is evicted first. What a resume needs beside history, windows and snapshots, is, and
+without it history is worth nothing: it is copied of all paths, and then history path by path. Both
+from the end backwards, since a path is evicted from its end.
 
 Copies go to the fastest tier, which passes them on; what would push its own predecessors out of a
 small host goes straight to the tier behind it (`host_room`).
@@ -59,17 +60,17 @@ LOOK_PAUSE_S = 0.1  # after a look ahead that found nothing to copy
 
 @dataclass(eq=False)
 class Path:
-    """A path of the tree to copy, from page `at` on.
+    """A path of the tree to copy.
 
     `resume_at`: a position at which the same prompt would resume; 0 for none. History has been
-    copied up to page `at`, windows and snapshots from page `below` on (None: none yet).
+    copied from page `history_from` on, windows from `windows_from` on (None: none yet).
     """
 
     namespace: Namespace
     key: TokenKey
     resume_at: int
-    at: int = 0
-    below: int | None = None
+    history_from: int | None = None
+    windows_from: int | None = None
 
 
 class Demotion:
@@ -180,8 +181,7 @@ class Demotion:
         path = self._perishable[0]
         match = self._tree.match(path.namespace, path.key)
         names = self._stored.names(match.namespace, match.key)
-        is_first = path.below is None
-        end = match.logical_pages if path.below is None else path.below
+        end = match.logical_pages if path.windows_from is None else path.windows_from
         lasting = {
             group: lasting_pages(match, group, path.resume_at)[:end]
             for group, spec in enumerate(self._schema.groups)
@@ -190,11 +190,11 @@ class Demotion:
         none = np.empty(0, dtype=np.int64)
         places = np.sort(np.concatenate([none, *map(np.flatnonzero, lasting.values())]))
         start = int(places[-most]) if len(places) > most else 0
-        pages = self._snapshots(match, names) if is_first else []
+        pages = self._snapshots(match, names) if path.windows_from is None else []
         for group, kept in lasting.items():
             pages += self._pages(match, names, group, start, kept[start:])
         if self._copy(pages, partial(self._trailing_again, path)):
-            path.below = start
+            path.windows_from = start
             if not start:
                 self._perishable.popleft()
         return min(len(places), most)
@@ -204,26 +204,28 @@ class Demotion:
         path = self._paths[0]
         match = self._tree.match(path.namespace, path.key)
         names = self._stored.names(match.namespace, match.key)
-        end = min(path.at + most, match.logical_pages)
+        end = match.logical_pages
+        if path.history_from is not None:
+            end = min(end, path.history_from)
+        start = max(end - most, 0)
         pages: list[DevicePage] = []
         for group in sources_first(self._schema):
             if self._schema.groups[group].kind.is_history:
-                lasting = lasting_pages(match, group)[path.at : end]
-                pages += self._pages(match, names, group, path.at, lasting)
-        count = max(end - path.at, 1)
-        if self._copy(pages, partial(self._history_again, path, path.at)):
-            path.at = end
-            if end >= match.logical_pages:
+                lasting = lasting_pages(match, group)[start:end]
+                pages += self._pages(match, names, group, start, lasting)
+        if self._copy(pages, partial(self._history_again, path, end)):
+            path.history_from = start
+            if not start:
                 self._paths.popleft()
-        return count
+        return max(end - start, 1)
 
     def _trailing_again(self, path: Path) -> None:
-        path.below = None
+        path.windows_from = None
         if path not in self._perishable:
             self._perishable.append(path)
 
-    def _history_again(self, path: Path, at: int) -> None:
-        path.at = min(path.at, at)
+    def _history_again(self, path: Path, end: int) -> None:
+        path.history_from = max(path.history_from or 0, end)
         if path not in self._paths:
             self._paths.append(path)
 

@@ -352,3 +352,21 @@ def test_copies_that_were_called_off_get_their_turn_again(shape: str) -> None:
     again = scene.serve("again", PROMPT)
     assert again.report is not None
     assert again.report.loaded == 4 * FULL_PAGES
+
+
+def test_the_end_of_a_path_is_copied_before_it_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is evicted from its end: copied from its front, the next prompt took the rest of it."""
+    for name in ("PAGES_PER_TICK", "PAGES_BESIDE_ROWS"):
+        monkeypatch.setattr(demotion, name, 4)
+    scene = Scene("FW", blocks=112, host_pages=300)
+    scene.serve("first", LONG)
+    for _ in range(3):
+        scene.tiering.poll()
+        scene.run_io()
+    assert scene.num_stored("full") < 50
+    scene.keep([90 - i % 80 for i in range(61)], rid="second")
+    assert scene.num_stored("full") == 101 + 16
+    scene.forget_device()
+    again = scene.serve("again", LONG)
+    assert again.report is not None
+    assert again.report.loaded == 400
