@@ -355,7 +355,7 @@ def test_copies_that_were_called_off_get_their_turn_again(shape: str) -> None:
 
 
 def test_the_end_of_a_path_is_copied_before_it_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is evicted from its end: copied from its front, it lost the rest to the next prompt."""
+    """A path is evicted from its end: copied from its front, it lost the rest to the next one."""
     for name in ("PAGES_PER_TICK", "PAGES_BESIDE_ROWS"):
         monkeypatch.setattr(demotion, name, 4)
     scene = Scene("FW", blocks=112, host_pages=300)
