@@ -117,7 +117,8 @@ class Tiering:
         if not findings.stored:
             return None, ""
         asked = replace(budget, load=True, front=False, terminal=False, max_sync_s=MAX_SYNC_S)
-        state = (overlay(match, findings.stored), verdicts, self._schema, cost.model)
+        merged = overlay(match, findings.stored)
+        state = (merged, verdicts, self._schema, cost.model)
         chosen = plan(*state, asked)
         is_quicker = bool(chosen.loads) and chosen.total_s < device_plan.total_s
         if device_plan.is_exact and (chosen.asynchronous or not is_quicker):
@@ -126,7 +127,7 @@ class Tiering:
             if both.total_s < self.meeting_share * best_s and self._can_meet(both, cost):
                 return Offer(both, findings), ""
         if not is_quicker:
-            return None, self._declined(findings.stored.num_pages, device_plan, chosen)
+            return None, self._declined(merged, findings.stored.num_pages, device_plan, chosen)
         return Offer(chosen, findings), ""
 
     def _can_meet(self, chosen: RecoveryPlan, cost: CostObserver) -> bool:
@@ -138,14 +139,22 @@ class Tiering:
         has_history = any(groups[load.group].kind.is_history for load in chosen.loads)
         return has_history and front.end - front.start >= cost.model.chunk
 
-    def _declined(self, num_pages: int, device: RecoveryPlan, chosen: RecoveryPlan) -> str:
+    def _declined(
+        self, merged: Match, num_pages: int, device: RecoveryPlan, chosen: RecoveryPlan
+    ) -> str:
         """Why what was found up to a page is not loaded; empty where it goes no further."""
         end = num_pages * self._schema.page_size
         if end <= device.position:
             return ""
+        lacking = [
+            repr(spec.name)
+            for group, spec in enumerate(self._schema.groups)
+            if spec.kind.is_window and not merged.resumable(group, after_load=True)[num_pages]
+        ]
+        but = f", without what a resume there needs of {', '.join(lacking)}" if lacking else ""
         with_loads = f", {chosen.total_s:.3g} s with loads" if chosen.loads else ""
         return (
-            f"slower tiers have state up to token {end}: computing is estimated to be quicker "
+            f"slower tiers have state up to token {end}{but}: computing is estimated to be quicker "
             f"({device.total_s:.3g} s{with_loads})"
         )
 

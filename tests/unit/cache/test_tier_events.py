@@ -15,6 +15,7 @@ from statewise.radix import Tier
 from statewise.runtime.events import EVENTS, log_to_file
 from statewise.runtime.tiers.disk import DiskTier
 from statewise.runtime.tiers.files import Files
+from statewise.runtime.tiers.store import NO_HANDLE
 from support.tier_faults import FaultyFiles
 from support.tier_scene import PROMPT, Scene
 
@@ -118,6 +119,20 @@ def test_why_nothing_was_loaded_is_told(events: Path) -> None:
     scene.serve("cold", [70] * 20)
     assert len(read(events, "load_declined")) == 1, "nobody has anything of it"
     assert "slower tiers" not in reason(scene, "cold")
+
+
+def test_windows_that_are_missing_are_named_where_history_was_not_loaded(events: Path) -> None:
+    scene = stored_scene("FW")
+    store, match = scene.store(), scene.match(PROMPT)
+    names = scene.tiering.stored.names(match.namespace, match.key)
+    (window,) = [g for g, spec in enumerate(scene.schema.groups) if spec.kind.is_window]
+    keys = [scene.tiering.stored.page_address(names, window, page).key for page in range(10)]
+    store.free([handle for handle in store.find(keys) if handle != NO_HANDLE])
+    scene.believe(1e-3)
+    scene.serve("again", PROMPT)
+    (declined,) = read(events, "load_declined")
+    text = "slower tiers have state up to token 40, without what a resume there needs of 'window'"
+    assert declined["why"].startswith(text)
 
 
 def test_copies_out_are_told_and_so_is_who_refuses_them(events: Path) -> None:
