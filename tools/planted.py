@@ -237,7 +237,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "radix/key.py",
         'size.to_bytes(8, "little") + salt + adapter',
         "salt + adapter",
-        (KEY,),
+        (f"{KEY}::test_f33_namespaces_never_alias",),
     ),
     Mutant(
         "f34 the first group is evicted from",
