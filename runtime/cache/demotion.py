@@ -95,7 +95,7 @@ class Demotion:
         self._target = self.room.target
         self._perishable: deque[Path] = deque()  # of which windows and snapshots are left
         self._paths: deque[Path] = deque()
-        self._open: set[Transfer] = set()
+        self._open: dict[Transfer, None] = {}  # in order: what is called off asks again in it
         self._copying: set[bytes] = set()  # keys of pages in open copies
         self._num_pinned = [0] * len(blocks.pools)
         self._paused_until_s = 0.0
@@ -288,7 +288,7 @@ class Demotion:
         keys = [page.address.key for page in pages]
 
         def ended(transfer: Transfer) -> None:
-            self._open.discard(transfer)
+            self._open.pop(transfer, None)
             self._copying.difference_update(keys)
             self._is_full = False
             self._ended(transfer, pages, generations)
@@ -304,7 +304,7 @@ class Demotion:
             return False
         self.room.enter(tier, pages)
         self._copying.update(keys)
-        self._open.add(transfer)
+        self._open[transfer] = None
         return True
 
     def _may_pin(self, by_group: dict[int, list[int]]) -> bool:
