@@ -173,6 +173,13 @@ TIER_MUTANTS: tuple[Mutant, ...] = (
         (DEMOTED,),
     ),
     Mutant(
+        "a queue that others had filled ends all copies",
+        DEMOTION,
+        "self._is_full = False  # or it is found out again",
+        "# it is found out again",
+        (DEMOTED,),
+    ),
+    Mutant(
         "copies that were called off are forgotten",
         DEMOTION,
         "            if transfer.is_cancelled and transfer.num_ok < transfer.num_pages:\n"

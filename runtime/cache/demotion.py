@@ -151,6 +151,7 @@ class Demotion:
             return
         if not self._paths and not self._perishable:
             self._look_ahead()
+        self._is_full = False  # or it is found out again: others than these copies fill a queue
         left = PAGES_BESIDE_ROWS if decoding else PAGES_PER_TICK
         while left > 0 and not self._is_full and (self._perishable or self._paths):
             left -= self._copy_trailing(left) if self._perishable else self._copy_history(left)

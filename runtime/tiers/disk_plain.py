@@ -27,7 +27,7 @@ from statewise.runtime.tiers.extents import Extent, Extents
 from statewise.runtime.tiers.page import GroupShape
 from statewise.runtime.tiers.record import PlainHeaders
 
-Files = tuple[Extents, Slabs]  # what is read, and memory to read into
+Source = tuple[Extents, Slabs]  # what is read, and memory to read into
 
 READ_BYTES = 1 << 20  # at a time: small pieces stay in the cache that processors share
 
@@ -43,13 +43,13 @@ class PlainRun:
     """Neighbouring pages of one group; `indices` are those of the caller's order."""
 
     def __init__(
-        self, shape: GroupShape, indices: list[int], rows: Sequence[IndexRow], files: Files
+        self, shape: GroupShape, indices: list[int], rows: Sequence[IndexRow], source: Source
     ) -> None:
         self.indices = indices
         self.shape = shape
         self.num_loaded = 0
         self._rows = rows
-        self._extents, self._slabs = files
+        self._extents, self._slabs = source
         self._plain = plain_headers(shape)
 
     def load(self, io: BlockIO, group: int, blocks: Sequence[int]) -> list[bool]:
@@ -124,7 +124,7 @@ class PlainRun:
 
 
 def plain_runs(
-    shape: GroupShape, rows: Sequence[IndexRow | None], keys: Sequence[bytes], files: Files
+    shape: GroupShape, rows: Sequence[IndexRow | None], keys: Sequence[bytes], source: Source
 ) -> Iterator[PlainRun]:
     """Plain pages of one group, run by run; pages that are not plain are in none of them.
 
@@ -147,5 +147,5 @@ def plain_runs(
         is_full = end - start == most
         if is_full or end == len(places) or places[end][:2] != (extent, offset + size):
             indices = [place[2] for place in places[start:end]]
-            yield PlainRun(shape, indices, [place[3] for place in places[start:end]], files)
+            yield PlainRun(shape, indices, [place[3] for place in places[start:end]], source)
             start = end

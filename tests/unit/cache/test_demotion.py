@@ -9,8 +9,8 @@ import pytest
 
 from statewise.radix import Cause, Tier
 from statewise.runtime.cache import demotion
-from statewise.runtime.tiers.store import NO_HANDLE
-from statewise.runtime.tiers.transfer import Priority
+from statewise.runtime.tiers.store import NO_HANDLE, Outcome
+from statewise.runtime.tiers.transfer import PageResult, Priority, Step, Transfer
 from support.tier_scene import PROMPT, Scene
 
 FULL_PAGES = len(PROMPT) // 4
@@ -370,3 +370,19 @@ def test_the_end_of_a_path_is_copied_before_it_is_evicted(monkeypatch: pytest.Mo
     again = scene.serve("again", LONG)
     assert again.report is not None
     assert again.report.loaded == 400
+
+
+def test_a_queue_that_others_had_filled_is_asked_again_when_it_is_empty() -> None:
+    """Copies between tiers fill it as well: none of this tree's own ends then."""
+    scene = Scene("F", max_queued_bytes=64)
+    step = Step(0, 1, 64, lambda: [PageResult(Outcome.OK)])
+    assert scene.io.submit(Transfer("move", Tier.DISK, Priority.DEMOTE, [step]))
+    scene.add("first", PROMPT, 4)
+    while scene.core.has_work():
+        scene.step()  # no I/O happens
+    scene.core.idle()
+    assert scene.io.counters["demotions_refused"] > 0
+    assert scene.io.num_open == 1, "the other one"
+    scene.run_io()
+    scene.settle()
+    assert scene.num_stored("full") == FULL_PAGES + 1
